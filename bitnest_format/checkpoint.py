@@ -1,0 +1,233 @@
+"""A nested checkpoint on disk: its file names, how to read it, how to write one.
+
+Two families of shards lie in the folder. `bitnest-base-*` holds the base planes, the scales and every tensor
+that is not quantized: all the draft needs. `bitnest-refinement-*` holds the refinement planes alone. Two indexes
+say which tensor lies where; the draft's names base shards only, so a draft can be fetched without the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bitnest_format import nesting, packing
+from bitnest_format.errors import CheckpointError
+from bitnest_format.manifest import MANIFEST_FILE, FileRecord, Manifest, Module
+from bitnest_format.shards import Pending, file_sha256, inside, read_json, write_json, write_shard
+from bitnest_format.spec import FORMAT_VERSION
+
+CONFIG_FILE = "config.json"
+TARGET_INDEX = "bitnest.safetensors.index.json"
+DRAFT_INDEX = "bitnest-draft.safetensors.index.json"
+QUANT_METHOD = "bitnest"
+
+BASE_SUFFIX = "weight_packed"
+REFINEMENT_SUFFIX = "weight_refinement"
+SCALE_SUFFIX = "weight_scale"
+PERMUTATION_SUFFIX = "weight_perm"
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+View = Literal["draft", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class NestedWeight:
+    """The stored tensors of one quantized module.
+
+    `base` and `refinement`: int32 words `[O, I / 8]`; `scale`: float16 or float32 `[O, G]`; `bias`: `[O]` or
+    None. `refinement` is None where the checkpoint was opened for drafting alone.
+    """
+
+    base: Tensor
+    scale: Tensor
+    refinement: Tensor | None = None
+    bias: Tensor | None = None
+    permutation: Tensor | None = None
+
+    def base_codes(self) -> Tensor:
+        """`q4`, int8 `[O, I]`."""
+        return packing.unpack(self.base)
+
+    def target_codes(self) -> Tensor:
+        """`16 * q4 + qr`, int8 `[O, I]`. Raises `CheckpointError` where there is no refinement plane."""
+        if self.refinement is None:
+            raise CheckpointError("the target view needs the refinement plane, which was not loaded")
+        return nesting.compose(packing.unpack(self.base), packing.unpack(self.refinement))
+
+    def dequantize(self, view: View) -> Tensor:
+        """The weight of a view, float32 `[O, I]`, in the order of stored columns."""
+        if view == "draft":
+            return nesting.draft_weight(self.base_codes(), self.scale)
+        if self.refinement is None:
+            raise CheckpointError("the target view needs the refinement plane, which was not loaded")
+        return nesting.target_weight(self.base_codes(), packing.unpack(self.refinement), self.scale)
+
+
+class Checkpoint:
+    """A checkpoint folder opened for reading. Holds no tensors; each call reads what it returns.
+
+    `view="draft"` needs only the base shards. Raises `CheckpointError` or `FileFormatError` naming what is
+    missing or broken, `UnsupportedVersionError` for a format this reader does not know.
+    """
+
+    def __init__(self, folder: Path, view: View = "target"):
+        if not (folder / MANIFEST_FILE).is_file():
+            raise CheckpointError(_not_a_checkpoint(folder))
+        self.folder = folder
+        self.view: View = view
+        self.manifest = Manifest.from_dict(read_json(folder / MANIFEST_FILE))
+        self.config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+        if view not in self.manifest.views:
+            raise CheckpointError(
+                f"{MANIFEST_FILE}: views are {', '.join(self.manifest.views)}; the {view} view cannot be rebuilt"
+            )
+        index_name = TARGET_INDEX if view == "target" else DRAFT_INDEX
+        self.weight_map = read_weight_map(folder, index_name)
+        missing = sorted({name for name in self.weight_map.values() if not (folder / name).is_file()})
+        if missing:
+            raise CheckpointError(
+                f"{index_name}: names {', '.join(missing)}, not in the folder. Download the checkpoint again"
+                + (", or open its draft view." if view == "target" else ".")
+            )
+        self._open: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """One stored tensor, on the CPU."""
+        shard = self.weight_map.get(name)
+        if shard is None:
+            raise CheckpointError(f"{self.folder.name}: no tensor {name} in the {self.view} index")
+        try:
+            if shard not in self._open:
+                self._open[shard] = safe_open(self.folder / shard, framework="pt")
+            tensor: Tensor = self._open[shard].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{shard}: {name}: cannot be read ({error})") from error
+        return tensor
+
+    def weight(self, module: str) -> NestedWeight:
+        """The planes, scale and bias of one quantized module."""
+        entry = self.module(module)
+        refinement = entry.refinement if self.view == "target" else None
+        return NestedWeight(
+            base=self.tensor(entry.base.name),
+            scale=self.tensor(entry.scale.name),
+            refinement=self.tensor(refinement.name) if refinement else None,
+            bias=self.tensor(entry.bias) if entry.bias else None,
+            permutation=self.tensor(entry.permutation) if entry.permutation else None,
+        )
+
+    def module(self, name: str) -> Module:
+        """The manifest's record of a quantized module."""
+        try:
+            return self.manifest.modules[name]
+        except KeyError:
+            raise CheckpointError(f"{MANIFEST_FILE}: {name} is not a quantized module") from None
+
+
+def read_weight_map(folder: Path, index_name: str) -> dict[str, str]:
+    """`{tensor: shard}` of an index whose shard names all stay inside the folder."""
+    index = read_json(folder / index_name)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{index_name}: weight_map: missing or empty, expected tensor names with their shards"
+        )
+    for shard in set(map(str, weight_map.values())):
+        inside(folder, shard)
+    return {str(name): str(shard) for name, shard in weight_map.items()}
+
+
+def _not_a_checkpoint(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder}: no such folder"
+    config = folder / CONFIG_FILE
+    method = None
+    if config.is_file():
+        data = read_json(config)
+        method = (
+            (data.get("quantization_config") or {}).get("quant_method") if isinstance(data, dict) else None
+        )
+    hint = "Make one with 'bitnest-format convert'."
+    if method == "bitnet":
+        hint = "Its quant_method is 'bitnet', the 1.58-bit method; this package reads 'bitnest'."
+    elif method:
+        hint = f"Its quant_method is {method!r}."
+    return f"{folder}: no {MANIFEST_FILE}, so this is not a nested checkpoint. {hint}"
+
+
+@dataclass(slots=True)
+class CheckpointWriter:
+    """Writes the shards, indexes, config and manifest of a checkpoint into an existing folder.
+
+    Give it every tensor (in the order in which it should lie on disk), then call `finish`. Nothing outside
+    `folder` is touched; making the result appear at once is up to the caller (write beside, then rename).
+    """
+
+    folder: Path
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    base: dict[str, Pending] = field(default_factory=dict)
+    refinement: dict[str, Pending] = field(default_factory=dict)
+
+    def finish(
+        self, manifest: Manifest, config: Mapping[str, Any], side_files: Iterable[str] = ()
+    ) -> Manifest:
+        """Write everything; returns the manifest as written, with `files` filled in.
+
+        `side_files` are names of files that already lie in the folder (tokenizer, licence) and shall be listed.
+        """
+        files: dict[str, FileRecord] = {}
+        base_map = self._write_family("base", self.base, files)
+        refinement_map = self._write_family("refinement", self.refinement, files)
+        self._write_index(DRAFT_INDEX, base_map, self.base)
+        self._write_index(TARGET_INDEX, base_map | refinement_map, self.base | self.refinement)
+        write_json(self.folder / CONFIG_FILE, config)
+        for name in (CONFIG_FILE, DRAFT_INDEX, TARGET_INDEX, *side_files):
+            path = self.folder / name
+            files[name] = FileRecord(size=path.stat().st_size, sha256=file_sha256(path))
+        document = manifest.to_dict()
+        document["files"] = {n: {"size": f.size, "sha256": f.sha256} for n, f in sorted(files.items())}
+        complete = Manifest.from_dict(document)
+        write_json(self.folder / MANIFEST_FILE, complete.to_dict())
+        return complete
+
+    def _write_family(
+        self, plane: str, tensors: Mapping[str, Pending], files: dict[str, FileRecord]
+    ) -> dict[str, str]:
+        shards = _split(tensors, self.shard_bytes)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards, start=1):
+            file_name = f"bitnest-{plane}-{number:05d}-of-{len(shards):05d}.safetensors"
+            metadata = {"bitnest_format_version": FORMAT_VERSION, "bitnest_planes": plane}
+            size, sha256 = write_shard(self.folder / file_name, {n: tensors[n] for n in names}, metadata)
+            files[file_name] = FileRecord(size=size, sha256=sha256)
+            weight_map |= dict.fromkeys(names, file_name)
+        return weight_map
+
+    def _write_index(self, name: str, weight_map: Mapping[str, str], tensors: Mapping[str, Pending]) -> None:
+        total = sum(tensor.size for tensor in tensors.values())
+        write_json(self.folder / name, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
+
+
+def _split(tensors: Mapping[str, Pending], limit: int) -> list[list[str]]:
+    """Names in order, cut into runs of at most `limit` bytes; a larger tensor stands alone."""
+    shards: list[list[str]] = []
+    filled = limit
+    for name, tensor in tensors.items():
+        if filled + tensor.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.size
+    return shards
+
+
+def checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a source's config with the block that names this format."""
+    block = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "manifest": MANIFEST_FILE}
+    return {**config, "quantization_config": block}

@@ -1,0 +1,238 @@
+"""Safetensors files as the format uses them: checked headers, single reads, streamed writes.
+
+The safetensors library reads tensors; this module adds what it leaves to callers: messages that name the file
+and say what is wrong with it, path checks for names that come out of an index, a digest of the stored bytes,
+and a writer that never holds more than one tensor in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitnest_format.errors import FileFormatError
+
+MAX_HEADER_BYTES = 100_000_000
+COPY_BYTES = 1 << 24
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as a header describes it; `start` and `end` are offsets into the whole file, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file. Reads the header alone.
+
+    Raises `FileFormatError` naming the file for anything that is not one whole safetensors file: missing,
+    cut off, padded, a Git LFS pointer, overlapping or uncovered bytes, sizes that contradict shapes.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            if head.startswith(b"version "):
+                raise FileFormatError(
+                    f"{path.name}: a Git LFS pointer of {size} bytes, the file itself was not downloaded. "
+                    "Run 'git lfs pull' or download it again."
+                )
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise _cut(path, size, "its header is incomplete")
+            raw = file.read(length)
+    except OSError as error:
+        raise FileFormatError(f"{path.name}: cannot be read ({error.strerror or error})") from error
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique_keys)
+        entries = {
+            name: TensorEntry(
+                entry["dtype"],
+                tuple(entry["shape"]),
+                8 + length + entry["data_offsets"][0],
+                8 + length + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FileFormatError(f"{path.name}: its safetensors header is not valid ({error})") from error
+    _check_layout(path, entries, 8 + length, size)
+    return entries
+
+
+def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
+    position = first
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.dtype in DTYPES:
+            expected = DTYPES[entry.dtype].itemsize
+            for dimension in entry.shape:
+                expected *= dimension
+            if any(dimension < 0 for dimension in entry.shape) or expected != entry.size:
+                raise FileFormatError(
+                    f"{path.name}: {name}: {entry.size} bytes for shape {list(entry.shape)} of {entry.dtype}, "
+                    f"expected {expected}"
+                )
+        if entry.start != position or entry.end < entry.start:
+            raise FileFormatError(f"{path.name}: {name}: its bytes overlap or leave a gap before them")
+        position = entry.end
+    if position > size:
+        raise _cut(path, size, f"its header describes {position} bytes")
+    if position < size:
+        raise FileFormatError(
+            f"{path.name}: has {size} bytes, its header describes {position}. Download it again."
+        )
+
+
+def _cut(path: Path, size: int, what: str) -> FileFormatError:
+    return FileFormatError(f"{path.name}: cut off: has {size} bytes, {what}. Download it again.")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError("a name stands twice")
+    return dict(pairs)
+
+
+def inside(folder: Path, name: object) -> Path:
+    """`folder / name` for a name that stays inside the folder.
+
+    Raises `FileFormatError` quoting the name for absolute paths, `..`, drive letters, backslashes, empty names.
+    """
+    if isinstance(name, str):
+        parts = PurePosixPath(name).parts
+        if parts and ".." not in parts and not name.startswith("/") and not set("\\:\0") & set(name):
+            return folder / name
+    raise FileFormatError(f"{name!r} is not a file inside {folder.name}: a plain relative name is expected")
+
+
+def read_json(path: Path) -> Any:
+    """Parse a UTF-8 JSON file. Raises `FileFormatError` naming the file and the place of the fault."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(f"{path.name}: cannot be read ({error.strerror or error})") from error
+    if raw.startswith(b"version https://git-lfs"):
+        raise FileFormatError(f"{path.name}: a Git LFS pointer, the file itself was not downloaded")
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except ValueError as error:
+        raise FileFormatError(f"{path.name}: is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise FileFormatError(f"{path.name}: is nested too deeply") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write UTF-8 JSON with two-space indents and a final newline."""
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The little-endian bytes of a tensor as they are stored, without a copy where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """SHA-256 of `tensor_bytes`, in hexadecimal."""
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A tensor to be written: its type, its shape, and how to get its bytes in pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    chunks: Callable[[], Iterable[memoryview | bytes]]
+
+
+def pending_tensor(tensor: Tensor) -> Pending:
+    """A tensor in memory, ready to be written."""
+    size = tensor.numel() * tensor.element_size()
+    return Pending(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), size, lambda: [tensor_bytes(tensor)])
+
+
+def pending_copy(path: Path, entry: TensorEntry) -> Pending:
+    """A tensor that already lies in another safetensors file; its bytes are copied piecewise."""
+    return Pending(entry.dtype, entry.shape, entry.size, lambda: _file_chunks(path, entry))
+
+
+def _file_chunks(path: Path, entry: TensorEntry) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(entry.start)
+        left = entry.size
+        while left:
+            chunk = file.read(min(left, COPY_BYTES))
+            if not chunk:
+                raise FileFormatError(f"{path.name}: ended while a tensor was copied out of it")
+            left -= len(chunk)
+            yield chunk
+
+
+def write_shard(path: Path, tensors: Mapping[str, Pending], metadata: Mapping[str, str]) -> tuple[int, str]:
+    """Write one safetensors file in the given order; returns its size in bytes and its SHA-256.
+
+    Memory stays at one chunk. The header is padded so that the data starts at a multiple of 8 bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    position = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.size],
+        }
+        position += tensor.size
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in (struct.pack("<Q", len(raw)), raw):
+            digest.update(piece)
+            file.write(piece)
+        for tensor in tensors.values():
+            for chunk in tensor.chunks():
+                digest.update(chunk)
+                file.write(chunk)
+    return 8 + len(raw) + position, digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Turns models of other formats into nested checkpoints, one decoder layer at a time."""

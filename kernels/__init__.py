@@ -1,0 +1,1 @@
+"""The operations of the runtime; `reference` holds their definitions in plain torch."""

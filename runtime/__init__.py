@@ -1,0 +1,1 @@
+"""Generates text from a nested checkpoint: one weight, two views, one speculative loop."""
