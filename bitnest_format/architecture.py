@@ -199,10 +199,7 @@ class _Fields:
         kind = record.pop("rope_type", None) or record.pop("type", None) or "default"
         record.pop("type", None)
         theta = record.pop("rope_theta", None) or top or DEFAULT_ROPE_THETA
-        if (
-            self.config.get("partial_rotary_factor", 1.0) != 1.0
-            or record.get("partial_rotary_factor", 1) != 1
-        ):
+        if self.config.get("partial_rotary_factor", 1.0) != 1.0 or record.get("partial_rotary_factor", 1) != 1:
             self.problems.append("config.json: partial_rotary_factor other than 1 is not supported")
         return {"rope_type": str(kind), "rope_theta": float(theta), **record}
 
@@ -211,9 +208,7 @@ def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None
     window = config.get("sliding_window")
     model_type = config["model_type"]
     # Llama has no windows; Qwen applies its window only where use_sliding_window says so, Mistral always.
-    on = model_type == "mistral" or (
-        model_type.startswith("qwen") and config.get("use_sliding_window", False)
-    )
+    on = model_type == "mistral" or (model_type.startswith("qwen") and config.get("use_sliding_window", False))
     if not window or not on:
         return (None,) * layers
     kinds = config.get("layer_types")

@@ -135,9 +135,7 @@ def read_weight_map(folder: Path, index_name: str) -> dict[str, str]:
     index = read_json(folder / index_name)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{index_name}: weight_map: missing or empty, expected tensor names with their shards"
-        )
+        raise CheckpointError(f"{index_name}: weight_map: missing or empty, expected tensor names with their shards")
     for shard in set(map(str, weight_map.values())):
         inside(folder, shard)
     return {str(name): str(shard) for name, shard in weight_map.items()}
@@ -150,9 +148,7 @@ def _not_a_checkpoint(folder: Path) -> str:
     method = None
     if config.is_file():
         data = read_json(config)
-        method = (
-            (data.get("quantization_config") or {}).get("quant_method") if isinstance(data, dict) else None
-        )
+        method = (data.get("quantization_config") or {}).get("quant_method") if isinstance(data, dict) else None
     hint = "Make one with 'bitnest-format convert'."
     if method == "bitnet":
         hint = "Its quant_method is 'bitnet', the 1.58-bit method; this package reads 'bitnest'."
@@ -174,9 +170,7 @@ class CheckpointWriter:
     base: dict[str, Pending] = field(default_factory=dict)
     refinement: dict[str, Pending] = field(default_factory=dict)
 
-    def finish(
-        self, manifest: Manifest, config: Mapping[str, Any], side_files: Iterable[str] = ()
-    ) -> Manifest:
+    def finish(self, manifest: Manifest, config: Mapping[str, Any], side_files: Iterable[str] = ()) -> Manifest:
         """Write everything; returns the manifest as written, with `files` filled in.
 
         `side_files` are names of files that already lie in the folder (tokenizer, licence) and shall be listed.
@@ -196,9 +190,7 @@ class CheckpointWriter:
         write_json(self.folder / MANIFEST_FILE, complete.to_dict())
         return complete
 
-    def _write_family(
-        self, plane: str, tensors: Mapping[str, Pending], files: dict[str, FileRecord]
-    ) -> dict[str, str]:
+    def _write_family(self, plane: str, tensors: Mapping[str, Pending], files: dict[str, FileRecord]) -> dict[str, str]:
         shards = _split(tensors, self.shard_bytes)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):

@@ -111,9 +111,7 @@ def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, si
     if position > size:
         raise _cut(path, size, f"its header describes {position} bytes")
     if position < size:
-        raise FileFormatError(
-            f"{path.name}: has {size} bytes, its header describes {position}. Download it again."
-        )
+        raise FileFormatError(f"{path.name}: has {size} bytes, its header describes {position}. Download it again.")
 
 
 def _cut(path: Path, size: int, what: str) -> FileFormatError:

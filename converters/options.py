@@ -49,9 +49,7 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         kind, _, file = self.rotation.partition(":")
         if kind not in ("none", "random", "hadamard", "spinquant") or (kind == "spinquant") != bool(file):
-            raise UsageError(
-                f"--rotation is {self.rotation!r}, expected none, random, hadamard or spinquant:FILE"
-            )
+            raise UsageError(f"--rotation is {self.rotation!r}, expected none, random, hadamard or spinquant:FILE")
         for name, allowed in (("base", Base), ("refinement", Refinement), ("scale_search", ScaleSearch)):
             if getattr(self, name) not in get_args(allowed):
                 raise UsageError(

@@ -1,0 +1,107 @@
+"""The unquantized decoder, run one layer at a time over the calibration tokens to collect Hessians.
+
+The layers are transformers' own modules, built without weights; a layer's tensors are lent to it for one call. What
+stays in memory between layers is the residual stream alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from bitnest_format.converters.gptq_solver import HessianSum
+from torch import Tensor, nn
+
+TOKENS_AT_ONCE = 4096
+
+
+class FloatModel:
+    """A decoder of the source's architecture whose weights are given layer by layer, on `device`, in float32."""
+
+    def __init__(self, config: Mapping[str, Any], device: str):
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+        fields.pop("quantization_config", None)
+        self.config = AutoConfig.for_model(config["model_type"], **fields)
+        self.config._attn_implementation = "sdpa"
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        self.decoder = model.model.eval()
+        self.device = device
+        self.hidden = torch.empty(0)
+
+    @torch.inference_mode()
+    def embed(self, input_ids: Tensor, rows: Callable[[Tensor], Tensor]) -> None:
+        """Start the residual stream: `rows(ids)` gives the embedding rows `[n, H]` of distinct ids."""
+        distinct, places = torch.unique(input_ids, return_inverse=True)
+        self.hidden = rows(distinct)[places.to(self.device)]
+
+    @torch.inference_mode()
+    def run_layer(
+        self, layer: int, weights: Mapping[str, Tensor], collect: Iterable[Sequence[str]], last: bool
+    ) -> dict[str, Tensor]:
+        """Advance the stream through one layer; return the mean `X^T X` of each collected input.
+
+        `weights`: the layer's tensors by full checkpoint name. `collect`: sequences of linear layers that share an
+        input, such as `("mlp.gate_proj", "mlp.up_proj")`; the first name of each is the key of its Hessian
+        `[I, I]`. The `last` layer's output is not computed where nothing needs it.
+        """
+        module = self.decoder.layers[layer]
+        prefix = f"model.layers.{layer}."
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+        sums: dict[str, HessianSum] = {}
+        hooks = []
+        for linears in collect:
+            linear = module.get_submodule(linears[0])
+            sums[linears[0]] = HessianSum(linear.in_features, self.device)
+            hooks.append(linear.register_forward_pre_hook(_collector(sums[linears[0]])))
+        try:
+            sequences, length, _ = self.hidden.shape
+            batch = max(1, TOKENS_AT_ONCE // length)
+            for first in range(0, sequences, batch):
+                self.hidden[first : first + batch] = self._forward(
+                    module, tensors, self.hidden[first : first + batch], layer
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: hessian.mean() for name, hessian in sums.items()}
+
+    def _forward(self, module: nn.Module, tensors: Mapping[str, Tensor], hidden: Tensor, layer: int) -> Tensor:
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        cosine_sine = self.decoder.rotary_emb(hidden, positions)
+        output = torch.func.functional_call(
+            module,
+            dict(tensors),
+            (hidden,),
+            {
+                "attention_mask": self._mask(hidden, layer),
+                "position_ids": positions,
+                "position_embeddings": cosine_sine,
+                "use_cache": False,
+            },
+        )
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def _mask(self, hidden: Tensor, layer: int) -> Tensor | None:
+        """None for plain causal attention (the kernel knows it); a boolean mask where a window cuts it short."""
+        kinds = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None)
+        if kinds is not None and kinds[layer] != "sliding_attention":
+            window = None
+        length = hidden.shape[1]
+        if not window or window >= length:
+            return None
+        distance = torch.arange(length, device=hidden.device).unsqueeze(1) - torch.arange(length, device=hidden.device)
+        return ((distance >= 0) & (distance < window))[None, None]
+
+
+def _collector(total: HessianSum) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def collect(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        total.add(inputs[0])
+
+    return collect

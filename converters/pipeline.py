@@ -1,0 +1,427 @@
+"""From a source to a finished checkpoint, one decoder layer at a time.
+
+    source -> preflight -> rotation -> [layer: fold -> calibrate -> base -> refinement -> part file] -> shards
+
+The calibration activations run through the folded, unquantized layers, so a layer's Hessians do not depend on how
+earlier layers were quantized, and a resumed run replays finished layers forward to reach the same bits. Each layer
+becomes a part file in a work folder beside the output; the finished checkpoint is assembled there and renamed into
+place, so the output either does not exist or is complete.
+
+Memory holds one layer in float32, its Hessians, the calibration activations, and one embedding matrix at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.base import Source
+from bitnest_format.converters.calibration import Calibration, load_calibration
+from bitnest_format.converters.float_model import FloatModel
+from bitnest_format.converters.options import ConvertOptions
+from bitnest_format.converters.preflight import Plan, preflight
+from bitnest_format.converters.rotation import (
+    Rotation,
+    make_rotation,
+    rotate_embedding,
+    rotate_head,
+    rotate_layer,
+)
+from bitnest_format.converters.work_folder import Part, WorkFolder
+from torch import Tensor
+
+from bitnest_format import __version__, nesting, packing
+from bitnest_format.architecture import (
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUT,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MLP_INPUTS,
+    MLP_OUTPUT,
+    Architecture,
+    read_architecture,
+)
+from bitnest_format.checkpoint import (
+    BASE_SUFFIX,
+    REFINEMENT_SUFFIX,
+    SCALE_SUFFIX,
+    CheckpointWriter,
+    checkpoint_config,
+)
+from bitnest_format.errors import BitnestError
+from bitnest_format.manifest import Manifest, Module, Plane
+from bitnest_format.shards import tensor_sha256
+
+Progress = Callable[[str, int, int], None]
+
+# Linear layers that read the same input share one Hessian and are solved as one matrix.
+SHARED_INPUTS = (ATTENTION_INPUTS, (ATTENTION_OUTPUT,), MLP_INPUTS, (MLP_OUTPUT,))
+FOLD_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionResult:
+    """What a conversion produced. `seconds` is wall time; `warnings` are worth a person's eye."""
+
+    folder: Path
+    manifest: Manifest
+    warnings: list[str]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        modules = list(self.manifest.modules.values())
+        return {
+            "folder": str(self.folder),
+            "modules": len(modules),
+            "bytes": sum(file.size for file in self.manifest.files.values()),
+            "mean_saturation": _mean(module.saturation for module in modules),
+            "mean_draft_error": _mean(module.draft_error for module in modules),
+            "mean_target_error": _mean(module.target_error for module in modules),
+            "warnings": self.warnings,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def convert(
+    source: Source,
+    output: Path,
+    options: ConvertOptions,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Convert `source` into a nested checkpoint at `output`.
+
+    `progress(stage, done, total)` is called as work goes on. `resume` continues an interrupted run of the same
+    source, calibration and options and ends with the same bytes; anything else found in the work folder makes it
+    fail. Without `resume` an earlier work folder is thrown away.
+
+    Raises `SourceError` listing every problem before any work, `UsageError` for options that contradict each
+    other, `BitnestError` where the disk is full (finished layers are kept for `resume`).
+    """
+    began = time.perf_counter()
+    report = progress or (lambda stage, done, total: None)
+    architecture = read_architecture(source.config)
+    report("checking the source", 0, 1)
+    plan = preflight(source, architecture, options, output)
+    rotation = make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
+    work = WorkFolder.beside(output)
+    try:
+        work.start(_fingerprint(plan, options, rotation), resume=resume)
+        side_files = source.write_side_files(work.checkpoint)
+        calibration = _calibration(options, work.checkpoint, architecture)
+        work.pin("calibration", calibration.record() if calibration else None)
+        conversion = _Conversion(source, architecture, plan, options, rotation, calibration, work, report)
+        conversion.run()
+        manifest = conversion.assemble(side_files)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        work.remove_unfinished()
+        raise BitnestError(
+            f"{output.parent}: the disk is full; about {plan.work_bytes:,} bytes are needed in all. "
+            "Free some space and run the same command with --resume."
+        ) from error
+    except BitnestError:
+        work.remove_if_empty()
+        raise
+    work.publish(output)
+    return ConversionResult(
+        folder=output, manifest=manifest, warnings=conversion.warnings, seconds=time.perf_counter() - began
+    )
+
+
+def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None) -> dict[str, Any]:
+    """Everything that decides the result apart from the calibration tokens, which are pinned once known."""
+    return {
+        "tool": __version__,
+        "source": plan.fingerprint,
+        "options": options.fingerprint_fields(),
+        "rotation": rotation.record() if rotation else None,
+    }
+
+
+def _calibration(options: ConvertOptions, tokenizer: Path, architecture: Architecture) -> Calibration | None:
+    if options.base == "rtn" and options.refinement == "closed":
+        return None
+    return load_calibration(
+        options.calibration,
+        tokenizer,
+        samples=options.calibration_samples,
+        sequence_length=min(options.sequence_length, architecture.max_positions),
+        vocab_size=architecture.vocab_size,
+    )
+
+
+class _Conversion:
+    """The state of one run: the layers in order, then the shards."""
+
+    def __init__(
+        self,
+        source: Source,
+        architecture: Architecture,
+        plan: Plan,
+        options: ConvertOptions,
+        rotation: Rotation | None,
+        calibration: Calibration | None,
+        work: WorkFolder,
+        report: Progress,
+    ):
+        self.source = source
+        self.architecture = architecture
+        self.plan = plan
+        self.options = options
+        self.rotation = rotation.to(options.device) if rotation else None
+        self.calibration = calibration
+        self.work = work
+        self.report = report
+        self.warnings: list[str] = list(source.notes)
+
+    def run(self) -> None:
+        """Write one part per decoder layer, skipping those an interrupted run has finished."""
+        layers = self.architecture.layers
+        model = FloatModel(self.source.config, self.options.device) if self.calibration else None
+        if model and self.calibration:
+            model.embed(self.calibration.input_ids, self._embedding_rows)
+        for layer in range(layers):
+            self.report("quantizing layers", layer, layers)
+            finished = self.work.finished(_layer_part(layer))
+            last = layer == layers - 1
+            if finished and (model is None or last):
+                continue
+            weights = self._folded_layer(layer)
+            hessians = (
+                model.run_layer(layer, weights, collect=() if finished else SHARED_INPUTS, last=last) if model else {}
+            )
+            if not finished:
+                self.work.write(_layer_part(layer), self._quantize_layer(layer, weights, hessians))
+        self.report("quantizing layers", layers, layers)
+
+    def _folded_layer(self, layer: int) -> dict[str, Tensor]:
+        """The layer's tensors by full name, rotated in float64 and cast to float32 on the device, or as stored."""
+        names = self.architecture.layer_tensors(layer)
+        tensors = {name: self.source.read(name).to(self.options.device) for name in names}
+        if self.rotation is None:
+            return {name: tensor.float() for name, tensor in tensors.items()}
+        folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
+        return {name: tensor.float() for name, tensor in folded.items()}
+
+    def _quantize_layer(self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Part:
+        part = Part()
+        prefix = f"model.layers.{layer}."
+        for linears in SHARED_INPUTS:
+            names = [prefix + linear for linear in linears]
+            stacked = torch.cat([weights[f"{name}.weight"] for name in names])
+            hessian = hessians.get(linears[0])
+            outputs = [weights[f"{name}.weight"].shape[0] for name in names]
+            for name, (base, refinement, scale, clipped) in zip(
+                names, self._quantize(names, stacked, outputs, hessian), strict=True
+            ):
+                self._add_module(part, name, weights, base, refinement, scale, clipped)
+        for name in self.architecture.layer_tensors(layer):
+            if not name.endswith("proj.weight"):
+                part.base[name] = self._kept(name, weights[name])
+        return part
+
+    def _quantize(
+        self, names: list[str], weight: Tensor, outputs: list[int], hessian: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+        """Base codes, refinement codes, scales and saturation of modules that share their input."""
+        options = self.options
+        group_size = self.plan.group_sizes[names[0]]
+        factor = None
+        if hessian is not None:
+            factor = gptq_solver.inverse_factor(hessian, options.damping)
+            if factor is None or factor.damping != options.damping:
+                self._warn_about_hessian(names, factor)
+        scale_type = nesting.stored_scale_type(nesting.group_max_abs(weight, group_size))
+        base = gptq_solver.solve_base(
+            weight,
+            factor if options.base == "gptq" else None,
+            group_size=group_size,
+            scale_type=scale_type,
+            search=options.scale_search == "mse",
+            bound=options.base_bound,
+        )
+        feedback = options.refinement == "feedback" and factor is not None
+        first = 0
+        for count in outputs:
+            rows = slice(first, first + count)
+            first += count
+            part, codes, scale = weight[rows], base.codes[rows], base.scale[rows]
+            if feedback:
+                assert factor is not None
+                refinement, clipped = gptq_solver.solve_refinement(part, factor, codes, scale)
+            else:
+                refinement = nesting.encode_refinement(part, codes, scale)
+                clipped = nesting.saturation(part, codes, scale)
+            yield codes, refinement, scale.to(scale_type), clipped
+
+    def _warn_about_hessian(self, names: list[str], factor: gptq_solver.InverseFactor | None) -> None:
+        where = ", ".join(names)
+        if factor is None:
+            self.warnings.append(f"{where}: the Hessian could not be inverted; rounded to nearest instead")
+        else:
+            self.warnings.append(
+                f"{where}: the Hessian needed damping {factor.damping:g} (asked for {self.options.damping:g}); "
+                "more calibration text may help"
+            )
+
+    def _add_module(
+        self,
+        part: Part,
+        name: str,
+        weights: Mapping[str, Tensor],
+        base: Tensor,
+        refinement: Tensor,
+        scale: Tensor,
+        clipped: float,
+    ) -> None:
+        weight = weights[f"{name}.weight"]
+        planes = {
+            BASE_SUFFIX: packing.pack(base).cpu(),
+            SCALE_SUFFIX: scale.cpu(),
+            REFINEMENT_SUFFIX: packing.pack(refinement).cpu(),
+        }
+        stored = {suffix: f"{name}.{suffix}" for suffix in planes}
+        part.base |= {stored[suffix]: planes[suffix] for suffix in (BASE_SUFFIX, SCALE_SUFFIX)}
+        part.refinement[stored[REFINEMENT_SUFFIX]] = planes[REFINEMENT_SUFFIX]
+        records = {suffix: Plane(name=stored[suffix], sha256=tensor_sha256(planes[suffix])) for suffix in planes}
+        bias = f"{name}.bias"
+        part.modules[name] = Module(
+            shape=(weight.shape[0], weight.shape[1]),
+            group_size=self.plan.group_sizes[name],
+            base=records[BASE_SUFFIX],
+            scale=records[SCALE_SUFFIX],
+            refinement=records[REFINEMENT_SUFFIX],
+            bias=bias if bias in weights else None,
+            saturation=round(clipped, 6),
+            draft_error=_relative_error(nesting.draft_weight(base, scale), weight),
+            target_error=_relative_error(nesting.target_weight(base, refinement, scale), weight),
+        )
+
+    def _kept(self, name: str, tensor: Tensor) -> Tensor:
+        """An unquantized tensor in its source type, or in float32 where that type cannot hold it."""
+        kept = tensor.to(self.source.tensors[name].dtype)
+        if not bool(torch.isfinite(kept).all()):
+            self.warnings.append(f"{name}: does not fit {kept.dtype} after rotation; stored in float32")
+            kept = tensor.float()
+        return kept.cpu()
+
+    def _embedding_rows(self, ids: Tensor) -> Tensor:
+        """Rotated embedding rows of some token ids, float32."""
+        rows = self.source.read(EMBEDDING)[ids].to(self.options.device)
+        return (rotate_embedding(rows, self.rotation) if self.rotation else rows).float()
+
+    def _outer_parts(self) -> Iterator[tuple[str, Callable[[], Part]]]:
+        """The parts around the layers: embedding, final norm and head, as they are to be stored."""
+        tied = self.architecture.tied_embeddings
+        rotation = self.rotation
+
+        def embedding() -> Part:
+            return Part(base={EMBEDDING: self._fold_rows(EMBEDDING, EMBEDDING, rotate_embedding)})
+
+        def final() -> Part:
+            gain = self.source.read(FINAL_NORM).to(self.options.device)
+            norm = gain if rotation is None else torch.ones_like(gain)
+            part = Part(base={FINAL_NORM: self._kept(FINAL_NORM, norm)})
+            if rotation is not None or not tied:
+                head = EMBEDDING if tied else HEAD
+                part.base[HEAD] = self._fold_rows(head, head, lambda rows, r: rotate_head(rows, gain, r))
+            return part
+
+        yield "embedding", embedding
+        yield "head", final
+
+    def _fold_rows(self, name: str, like: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Tensor:
+        """A big matrix folded piecewise, so that float64 never exists for all of it."""
+        matrix = self.source.read(name)
+        if self.rotation is None:
+            return matrix.to(self.source.tensors[like].dtype)
+        pieces = [fold(rows.to(self.options.device), self.rotation).float().cpu() for rows in matrix.split(FOLD_ROWS)]
+        del matrix
+        return self._kept(like, torch.cat(pieces))
+
+    def assemble(self, side_files: list[str]) -> Manifest:
+        """Join the parts into shards and write indexes, config and manifest into the work folder."""
+        self.report("writing the checkpoint", 0, 1)
+        names = []
+        for name, build in self._outer_parts():
+            if not self.work.finished(name):
+                self.work.write(name, build())
+            names.append(name)
+        order = [names[0], *map(_layer_part, range(self.architecture.layers)), *names[1:]]
+        writer = CheckpointWriter(self.work.checkpoint, self.options.shard_bytes)
+        modules: dict[str, Module] = {}
+        for name in order:
+            part = self.work.read(name)
+            writer.base |= part.base
+            writer.refinement |= part.refinement
+            modules |= part.modules
+        quantized = {plane for module in modules.values() for plane in (module.base.name, module.scale.name)}
+        manifest = Manifest(
+            created_by={"name": "bitnest-format", "version": __version__},
+            nesting={
+                "base_bits": 4,
+                "refinement_bits": 4,
+                "group_size": self.options.group_size or self.plan.preferred_group_size,
+                "base_method": self.options.base,
+                "base_bound": self.options.base_bound,
+                "scale_search": self.options.scale_search,
+                "refine_method": self.options.refinement,
+            },
+            activation={"bits": 8, "granularity": "token", "symmetric": True},
+            kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
+            speculation={"gamma": 4},
+            rotation=self.rotation.record() if self.rotation else None,
+            source=_source_record(self.source, self.plan.fingerprint),
+            calibration=self.calibration.record() if self.calibration else None,
+            modules=modules,
+            unquantized=tuple(name for name in writer.base if name not in quantized),
+            files={},
+        )
+        written = writer.finish(manifest, self._config(), side_files)
+        self.report("writing the checkpoint", 1, 1)
+        return written
+
+    def _config(self) -> dict[str, Any]:
+        config = checkpoint_config(self.source.config)
+        if self.rotation is not None:
+            config["tie_word_embeddings"] = False
+        # Both spellings of the rotary settings, so that old and new readers find the same numbers.
+        rope = dict(self.architecture.rope)
+        config["rope_theta"] = rope["rope_theta"]
+        config["rope_parameters"] = rope
+        return config
+
+
+def _source_record(source: Source, fingerprint: str) -> dict[str, Any]:
+    provenance = source.provenance
+    return {
+        "kind": provenance.kind,
+        "name": provenance.name,
+        "revision": provenance.revision,
+        "license": provenance.license,
+        "fingerprint": fingerprint,
+    }
+
+
+def _layer_part(layer: int) -> str:
+    return f"layer-{layer:05d}"
+
+
+def _relative_error(rebuilt: Tensor, weight: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(weight))
+    return round(float(torch.linalg.vector_norm(rebuilt - weight)) / norm, 6) if norm else 0.0
+
+
+def _mean(values: Iterator[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 6) if known else None
