@@ -1,0 +1,183 @@
+"""Fixtures that several test modules share: tiny random models and nested checkpoints made of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bitnest_format import nesting, packing
+from bitnest_format.architecture import Architecture, read_architecture
+from bitnest_format.checkpoint import (
+    BASE_SUFFIX,
+    REFINEMENT_SUFFIX,
+    SCALE_SUFFIX,
+    CheckpointWriter,
+    checkpoint_config,
+)
+from bitnest_format.manifest import Manifest, Module, Plane
+from bitnest_format.shards import pending_tensor, tensor_sha256
+
+TinyModel = tuple[dict[str, Any], dict[str, Tensor]]
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., TinyModel]:
+    """`(model_type="llama", tied=False, seed=0, **config_changes)` -> its config and bfloat16 tensors by name."""
+    return make_tiny_model
+
+
+@pytest.fixture
+def tiny_checkpoint() -> Callable[..., Path]:
+    """`(folder, model_type="llama", tied=False, seed=0, group_size=None, ...)` -> `folder`, made and filled.
+
+    Round-to-nearest base, closed-form refinement, no rotation. `group_size=-1` is one group per row. Further
+    keywords: `scale_type` (a torch dtype), `draft_only`, `shard_bytes`, and any field of the config.
+    """
+    return write_tiny_checkpoint
+
+
+def make_tiny_model(model_type: str = "llama", tied: bool = False, seed: int = 0, **config_changes: Any) -> TinyModel:
+    """A random model small enough for unit tests; every value is exact in bfloat16."""
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+        **config_changes,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: _random_tensor(name, shape, generator).to(torch.bfloat16)
+        for name, shape in read_architecture(config).tensors().items()
+    }
+    return config, tensors
+
+
+def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if name.endswith("norm.weight"):
+        return 0.5 + 1.5 * torch.rand(shape, generator=generator)
+    values = torch.randn(shape, generator=generator)
+    if name.endswith(".bias"):
+        return 2 * values
+    return values if name.startswith("model.embed_tokens") else values / shape[-1] ** 0.5
+
+
+def write_tiny_checkpoint(
+    folder: Path,
+    *,
+    model_type: str = "llama",
+    tied: bool = False,
+    seed: int = 0,
+    group_size: int | None = None,
+    scale_type: torch.dtype | None = None,
+    draft_only: bool = False,
+    shard_bytes: int = 5_000_000_000,
+    **config_changes: Any,
+) -> Path:
+    """Write a nested checkpoint of `make_tiny_model` with the same arguments; returns `folder`."""
+    config, tensors = make_tiny_model(model_type, tied, seed, **config_changes)
+    architecture = read_architecture(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = CheckpointWriter(folder, shard_bytes=shard_bytes)
+    modules: dict[str, Module] = {}
+    for name in dict(architecture.modules()):
+        weight = tensors.pop(f"{name}.weight").float()
+        bias = tensors.pop(f"{name}.bias", None)
+        modules[name] = _add_module(writer, name, weight, bias, group_size, scale_type, draft_only)
+    for name, tensor in tensors.items():
+        writer.base[name] = pending_tensor(tensor)
+    manifest = Manifest(
+        created_by={"name": "bitnest-format tests", "version": "1"},
+        views=("draft",) if draft_only else ("draft", "target"),
+        nesting={
+            "base_bits": 4,
+            "refinement_bits": 4,
+            "group_size": 128 if group_size is None else group_size,
+            "base_method": "rtn",
+            "base_bound": None,
+            "refine_method": None if draft_only else "closed",
+        },
+        activation={"bits": 8, "granularity": "token", "symmetric": True},
+        kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
+        speculation={"gamma": 4},
+        rotation=None,
+        source={"kind": "random", "name": _model_name(architecture, seed), "license": "apache-2.0"},
+        modules=modules,
+        unquantized=tuple(tensors),
+        files={},
+    )
+    writer.finish(manifest, checkpoint_config(config))
+    return folder
+
+
+def _add_module(
+    writer: CheckpointWriter,
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_size: int | None,
+    scale_type: torch.dtype | None,
+    draft_only: bool,
+) -> Module:
+    inputs = weight.shape[1]
+    if group_size is None:
+        group_size = next(size for size in (128, 64, 32) if inputs % size == 0)
+    size = inputs if group_size == -1 else group_size
+    largest = nesting.group_max_abs(weight, size)
+    dtype = scale_type or nesting.stored_scale_type(largest)
+    scale = nesting.round_scale(largest / nesting.BASE_MAX, dtype)
+    base = nesting.encode_base(weight, scale)
+    refinement = nesting.encode_refinement(weight, base, scale)
+    stored = {BASE_SUFFIX: packing.pack(base), SCALE_SUFFIX: scale.to(dtype)}
+    planes = {suffix: Plane(name=f"{name}.{suffix}", sha256=tensor_sha256(t)) for suffix, t in stored.items()}
+    writer.base |= {f"{name}.{suffix}": pending_tensor(tensor) for suffix, tensor in stored.items()}
+    if bias is not None:
+        writer.base[f"{name}.bias"] = pending_tensor(bias)
+    words = packing.pack(refinement)
+    refinement_name = f"{name}.{REFINEMENT_SUFFIX}"
+    if not draft_only:
+        writer.refinement[refinement_name] = pending_tensor(words)
+    draft = nesting.draft_weight(base, scale)
+    target = nesting.target_weight(base, refinement, scale)
+    return Module(
+        shape=(weight.shape[0], inputs),
+        group_size=size,
+        base=planes[BASE_SUFFIX],
+        scale=planes[SCALE_SUFFIX],
+        refinement=None if draft_only else Plane(name=refinement_name, sha256=tensor_sha256(words)),
+        bias=None if bias is None else f"{name}.bias",
+        saturation=None if draft_only else nesting.saturation(weight, base, scale),
+        draft_error=float((draft - weight).norm() / weight.norm()),
+        target_error=None if draft_only else float((target - weight).norm() / weight.norm()),
+    )
+
+
+def _model_name(architecture: Architecture, seed: int) -> str:
+    digest = hashlib.sha256(repr((architecture, seed)).encode("utf-8")).hexdigest()
+    return f"tests/{architecture.model_type}-{digest[:8]}"
