@@ -51,8 +51,9 @@ class HessianSum:
 
 @dataclass(frozen=True, slots=True)
 class InverseFactor:
-    """Upper-triangular `U` with `U^T U = H^-1` (float32 `[I, I]`) and the damping it took to get it."""
+    """The damped Hessian `H`, upper-triangular `U` with `U^T U = H^-1` (both float32 `[I, I]`), and the damping."""
 
+    hessian: Tensor
     upper: Tensor
     damping: float
 
@@ -82,7 +83,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> InverseFactor | None:
             identity = torch.eye(damped.shape[0], dtype=damped.dtype, device=damped.device)
             upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
             if bool(torch.isfinite(upper).all()):
-                return InverseFactor(upper.float().contiguous(), damping)
+                return InverseFactor(damped.float(), upper.float().contiguous(), damping)
         damping *= DAMPING_GROWTH
     return None
 
@@ -103,69 +104,104 @@ def solve_base(
     scale_type: torch.dtype,
     search: bool = True,
     bound: float | None = None,
+    sweeps: int = 0,
 ) -> Base:
     """The base plane of `weight` float32 `[O, I]`; round-to-nearest where there is no factor.
 
     A group's scale is chosen when the walk reaches the group, from the weights as moved so far (`search`: the
     best of `SHRINK_FACTORS`, otherwise `max|w| / 7`). `bound` limits the distance, in steps, between the
-    original weight and its code.
+    original weight and its code. `sweeps` passes of coordinate descent follow, each of which also refits the
+    scales.
     """
-    original = weight.T.contiguous()
-    inputs, outputs = original.shape
-    codes = torch.empty(inputs, outputs, device=weight.device)
-    scale = torch.empty(inputs // group_size, outputs, device=weight.device)
-    lowest = torch.empty_like(codes)
-    highest = torch.empty_like(codes)
-
-    def enter_group(start: int, moved: Tensor) -> None:
-        group = start // group_size
-        scale[group] = group_scales(moved, scale_type, search)
-        rows = slice(start, start + group_size)
-        if bound is None:
-            lowest[rows], highest[rows] = BASE_MIN, BASE_MAX
-        else:
-            steps = original[rows] / scale[group]
-            lowest[rows] = (steps - bound).ceil().clamp(BASE_MIN, BASE_MAX)
-            highest[rows] = (steps + bound).floor().clamp(BASE_MIN, BASE_MAX)
-
-    def choose(column: int, moved: Tensor) -> Tensor:
-        step = scale[column // group_size]
-        code = torch.div(moved, step).round_()
-        torch.minimum(torch.maximum(code, lowest[column], out=code), highest[column], out=code)
-        codes[column] = code
-        return code.mul_(step)
-
-    _walk(original, factor, group_size, enter_group, choose)
-    return Base(codes.T.to(torch.int8).contiguous(), scale.T.contiguous())
+    plane = _BasePlane(weight, group_size, scale_type, search, bound)
+    _walk(plane.goal, factor, group_size, plane.enter_group, plane.choose)
+    if factor is not None:
+        for _ in range(sweeps):
+            _sweep(plane.goal, plane.values(), factor.hessian, group_size, plane.refit_group, plane.choose)
+    return Base(plane.codes.T.to(torch.int8).contiguous(), plane.scale.T.contiguous())
 
 
-def solve_refinement(weight: Tensor, factor: InverseFactor, base: Tensor, scale: Tensor) -> tuple[Tensor, float]:
+class _BasePlane:
+    """Codes `[I, O]` and scales `[G, O]` in the making, with the range that each code may take."""
+
+    def __init__(self, weight: Tensor, group_size: int, scale_type: torch.dtype, search: bool, bound: float | None):
+        self.goal = weight.T.contiguous()
+        self.group_size, self.scale_type, self.search, self.bound = group_size, scale_type, search, bound
+        self.codes = torch.empty_like(self.goal)
+        self.scale = self.goal.new_empty(self.goal.shape[0] // group_size, self.goal.shape[1])
+        self.lowest = torch.full_like(self.goal, BASE_MIN)
+        self.highest = torch.full_like(self.goal, BASE_MAX)
+
+    def enter_group(self, start: int, moved: Tensor) -> None:
+        self._set_scale(start, group_scales(moved, self.scale_type, self.search))
+
+    def refit_group(self, start: int, pull: Tensor, hessian: Tensor) -> Tensor:
+        """Move a group's scale to where the weighted error is least for its present codes; returns its values.
+
+        `pull` is the group's rows of `H (W - Q)`, `hessian` its block of `H`. The least-squares scale is
+        `s + c^T pull / (c^T H c)`.
+        """
+        group = start // self.group_size
+        codes = self.codes[start : start + self.group_size]
+        curvature = (codes * (hessian @ codes)).sum(dim=0)
+        step = torch.where(curvature > 0, (codes * pull).sum(dim=0) / curvature, 0.0)
+        old = self.scale[group]
+        # A scale far from the old one means that the codes no longer fit it; such steps are left out.
+        moved = torch.where((step.abs() < 0.5 * old), old + step, old)
+        self._set_scale(start, round_scale(moved, self.scale_type))
+        return codes * self.scale[group]
+
+    def _set_scale(self, start: int, scale: Tensor) -> None:
+        self.scale[start // self.group_size] = scale
+        if self.bound is not None:
+            rows = slice(start, start + self.group_size)
+            steps = self.goal[rows] / scale
+            self.lowest[rows] = (steps - self.bound).ceil().clamp(BASE_MIN, BASE_MAX)
+            self.highest[rows] = (steps + self.bound).floor().clamp(BASE_MIN, BASE_MAX)
+
+    def choose(self, column: int, wanted: Tensor) -> Tensor:
+        step = self.scale[column // self.group_size]
+        code = self.codes[column]
+        torch.div(wanted, step, out=code).round_()
+        torch.minimum(torch.maximum(code, self.lowest[column], out=code), self.highest[column], out=code)
+        return code * step
+
+    def values(self) -> Tensor:
+        return self.codes * self.scale.repeat_interleave(self.group_size, dim=0)
+
+
+def solve_refinement(
+    weight: Tensor, factor: InverseFactor, base: Tensor, scale: Tensor, sweeps: int = 0
+) -> tuple[Tensor, float]:
     """The refinement plane by error feedback over a fixed base.
 
     `weight` float32 and `base` int8 `[O, I]`, `scale` float32 `[O, G]` -> int8 `[O, I]` and the share of codes
-    that had to be clipped.
+    that had to be clipped. `sweeps` passes of coordinate descent follow the walk.
     """
-    original = weight.T.contiguous()
-    inputs = original.shape[0]
-    group_size = inputs // scale.shape[1]
+    goal = weight.T.contiguous()
+    group_size = goal.shape[0] // scale.shape[1]
     fine = (scale / STEPS_PER_BASE_STEP).T.contiguous()
     base_part = STEPS_PER_BASE_STEP * base.T.float()
-    lowest = (base_part + refinement_floor(base).T.float()).contiguous()
-    highest = (base_part + REFINEMENT_MAX).contiguous()
-    codes = torch.empty_like(lowest)
-    clipped = torch.zeros((), dtype=torch.int64, device=weight.device)
+    lowest = base_part + refinement_floor(base).T
+    highest = base_part + REFINEMENT_MAX
+    codes = torch.empty_like(goal)
+    clipped = torch.empty_like(goal, dtype=torch.bool)
 
-    def choose(column: int, moved: Tensor) -> Tensor:
+    def choose(column: int, wanted: Tensor) -> Tensor:
         step = fine[column // group_size]
-        wanted = torch.div(moved, step).round_()
-        code = torch.minimum(torch.maximum(wanted, lowest[column]), highest[column])
-        clipped.add_((code != wanted).sum())
-        codes[column] = code
-        return code.mul_(step)
+        code = torch.div(wanted, step).round_()
+        codes[column] = torch.minimum(torch.maximum(code, lowest[column]), highest[column])
+        clipped[column] = code != codes[column]
+        return codes[column] * step
 
-    _walk(original, factor, group_size, lambda start, moved: None, choose)
+    def values() -> Tensor:
+        return codes * fine.repeat_interleave(group_size, dim=0)
+
+    _walk(goal, factor, group_size, lambda start, moved: None, choose)
+    for _ in range(sweeps):
+        _sweep(goal, values(), factor.hessian, group_size, None, choose)
     refinement = (codes - base_part).T.to(torch.int8).contiguous()
-    return refinement, int(clipped) / codes.numel()
+    return refinement, float(clipped.float().mean())
 
 
 def group_scales(moved: Tensor, scale_type: torch.dtype, search: bool) -> Tensor:
@@ -224,3 +260,35 @@ def _walk_block(
         error = torch.sub(moved[column], value, out=errors[offset]).div_(diagonal[offset])
         moved[column + 1 : last].addr_(upper[column, column + 1 : last], error, alpha=-1)
     moved[last:].addmm_(upper[first:last, last:].T, errors, alpha=-1)
+
+
+def _sweep(
+    goal: Tensor,
+    values: Tensor,
+    hessian: Tensor,
+    group_size: int,
+    refit_group: Callable[[int, Tensor, Tensor], Tensor] | None,
+    choose: Callable[[int, Tensor], Tensor],
+) -> None:
+    """One pass of coordinate descent on `tr(E^T H E)`, `E = goal - values`: every column is chosen again.
+
+    With `P = H E`, column `j` alone would best become `values[j] + P[j] / H[j, j]`; it gets the nearest value
+    that `choose` allows, so the error never grows (QuantEase, arXiv 2309.01885, without its relaxations).
+    `refit_group(start, P rows, H block)` may change a group's scale first and returns the group's new values.
+    """
+    error = goal - values
+    diagonal = hessian.diagonal().tolist()
+    for start in range(0, goal.shape[0], group_size):
+        for first in range(start, start + group_size, WALK_BLOCK):
+            rows = slice(first, min(first + WALK_BLOCK, start + group_size))
+            block = hessian[rows, rows]
+            pull = hessian[rows] @ error
+            if refit_group is not None and group_size <= WALK_BLOCK:
+                refitted = goal[rows] - refit_group(start, pull, block)
+                pull += block @ (refitted - error[rows])
+                error[rows] = refitted
+            for offset, column in enumerate(range(rows.start, rows.stop)):
+                old = goal[column] - error[column]
+                new = choose(column, old + pull[offset] / diagonal[column])
+                error[column] = goal[column] - new
+                pull.addr_(block[offset], new - old, alpha=-1)

@@ -27,6 +27,7 @@ class ConvertOptions:
     base: how `q4` is found; base_bound: largest distance in steps between a weight and its base code, or None.
     scale_search: `mse` tries shrink factors per group, `max` takes `max|w| / 7`.
     refinement: `closed` (the paper's Eq. 9) or `feedback` (error feedback on the refinement codes).
+    base_sweeps, refinement_sweeps: passes of coordinate descent after error feedback; base passes refit the scales.
     damping: share of the Hessian's mean diagonal that is added to it.
     calibration: `builtin` or a path to text, JSONL or parquet; tokens = samples * sequence_length.
     """
@@ -36,7 +37,9 @@ class ConvertOptions:
     base: Base = "gptq"
     base_bound: float | None = 0.8
     scale_search: ScaleSearch = "mse"
+    base_sweeps: int = 3
     refinement: Refinement = "feedback"
+    refinement_sweeps: int = 3
     damping: float = 0.01
     calibration: str = "builtin"
     calibration_samples: int = 64
@@ -64,6 +67,9 @@ class ConvertOptions:
             )
         if self.base_bound is not None and self.base_bound < 0.5:
             raise UsageError(f"--base-bound is {self.base_bound}, expected at least 0.5 steps (or 'none')")
+        for name in ("base_sweeps", "refinement_sweeps"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 0 or more")
         if not 0 < self.damping <= 1:
             raise UsageError(f"--damping is {self.damping}, expected a share of the mean diagonal in (0, 1]")
         for name in ("calibration_samples", "sequence_length", "shard_bytes"):
@@ -72,8 +78,8 @@ class ConvertOptions:
 
     @classmethod
     def paper(cls, **changes: Any) -> ConvertOptions:
-        """The construction of arXiv 2610.02800: GPTQ base without a bound, closed-form refinement."""
-        return cls(**{"base_bound": None, "refinement": "closed", **changes})
+        """The construction of arXiv 2610.02800: plain GPTQ base, closed-form refinement."""
+        return cls(**{"base_bound": None, "base_sweeps": 0, "refinement": "closed", **changes})
 
     @property
     def rotation_kind(self) -> str:

@@ -249,6 +249,7 @@ class _Conversion:
             scale_type=scale_type,
             search=options.scale_search == "mse",
             bound=options.base_bound,
+            sweeps=options.base_sweeps,
         )
         feedback = options.refinement == "feedback" and factor is not None
         first = 0
@@ -258,7 +259,9 @@ class _Conversion:
             part, codes, scale = weight[rows], base.codes[rows], base.scale[rows]
             if feedback:
                 assert factor is not None
-                refinement, clipped = gptq_solver.solve_refinement(part, factor, codes, scale)
+                refinement, clipped = gptq_solver.solve_refinement(
+                    part, factor, codes, scale, options.refinement_sweeps
+                )
             else:
                 refinement = nesting.encode_refinement(part, codes, scale)
                 clipped = nesting.saturation(part, codes, scale)
@@ -374,8 +377,10 @@ class _Conversion:
                 "group_size": self.options.group_size or self.plan.preferred_group_size,
                 "base_method": self.options.base,
                 "base_bound": self.options.base_bound,
+                "base_sweeps": self.options.base_sweeps,
                 "scale_search": self.options.scale_search,
                 "refine_method": self.options.refinement,
+                "refinement_sweeps": self.options.refinement_sweeps,
             },
             activation={"bits": 8, "granularity": "token", "symmetric": True},
             kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
