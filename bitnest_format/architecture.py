@@ -15,6 +15,9 @@ from bitnest_format.errors import UnsupportedModelError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_ROPE_THETA = 10000.0
+LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 10_000
+LARGEST_NUMBER = 1e30
 
 ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION_OUTPUT = "self_attn.o_proj"
@@ -128,7 +131,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     heads = fields.positive("num_attention_heads")
     kv_heads = fields.positive("num_key_value_heads", default=heads)
     head_dim = fields.positive("head_dim", default=hidden // heads)
-    layers = fields.positive("num_hidden_layers")
+    layers = fields.positive("num_hidden_layers", at_most=MOST_LAYERS)
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.problems.append(f"config.json: hidden_act is {activation!r}, expected 'silu'")
@@ -151,13 +154,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         head_dim=head_dim,
         vocab_size=fields.positive("vocab_size"),
         max_positions=fields.positive("max_position_embeddings", default=2048),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=fields.number("rms_norm_eps", config.get("rms_norm_eps"), default=1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=attention_bias,
         attention_output_bias=attention_bias and not qwen_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
         head_norms=model_type == "qwen3",
-        sliding_windows=_sliding_windows(config, layers),
+        sliding_windows=fields.sliding_windows(layers),
         rope=rope,
     )
     if fields.problems:
@@ -172,15 +175,24 @@ class _Fields:
         self.config = config
         self.problems: list[str] = []
 
-    def positive(self, name: str, default: int | None = None) -> int:
+    def positive(self, name: str, default: int | None = None, at_most: int = LARGEST_SIZE) -> int:
         value = self.config.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "missing" if value is None else repr(value)
-            self.problems.append(f"config.json: {name} is {found}, expected a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= at_most:
+            found = "missing" if value is None else f"{value!r:.100}"
+            limit = "" if at_most == LARGEST_SIZE else f" of at most {at_most}"
+            self.problems.append(f"config.json: {name} is {found}, expected a positive integer{limit}")
             return 1
         return value
+
+    def number(self, name: str, value: Any, default: float) -> float:
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST_NUMBER:
+            self.problems.append(f"config.json: {name} is {value!r:.100}, expected a finite number, 0 or more")
+            return default
+        return float(value)
 
     def rope(self) -> dict[str, Any]:
         """One rotary record: `rope_type`, `rope_theta` and the settings of that type."""
@@ -201,21 +213,22 @@ class _Fields:
         theta = record.pop("rope_theta", None) or top or DEFAULT_ROPE_THETA
         if self.config.get("partial_rotary_factor", 1.0) != 1.0 or record.get("partial_rotary_factor", 1) != 1:
             self.problems.append("config.json: partial_rotary_factor other than 1 is not supported")
-        return {"rope_type": str(kind), "rope_theta": float(theta), **record}
+        return {"rope_type": str(kind), "rope_theta": self.number("rope_theta", theta, DEFAULT_ROPE_THETA), **record}
 
-
-def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    model_type = config["model_type"]
-    # Llama has no windows; Qwen applies its window only where use_sliding_window says so, Mistral always.
-    on = model_type == "mistral" or (model_type.startswith("qwen") and config.get("use_sliding_window", False))
-    if not window or not on:
-        return (None,) * layers
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-    first = int(config.get("max_window_layers") or 0) if model_type.startswith("qwen") else 0
-    return tuple(int(window) if layer >= first else None for layer in range(layers))
+    def sliding_windows(self, layers: int) -> tuple[int | None, ...]:
+        """The attention window of each layer in tokens; None where a layer attends to everything."""
+        model_type = self.config["model_type"]
+        # Llama has no windows; Qwen applies its window only where use_sliding_window says so, Mistral always.
+        qwen = model_type.startswith("qwen")
+        on = model_type == "mistral" or (qwen and self.config.get("use_sliding_window", False))
+        if not on or not self.config.get("sliding_window"):
+            return (None,) * layers
+        window = self.positive("sliding_window")
+        kinds = self.config.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) == layers:
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        first = self.positive("max_window_layers") if qwen and self.config.get("max_window_layers") else 0
+        return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def _why_not(model_type: Any, config: Mapping[str, Any]) -> str:

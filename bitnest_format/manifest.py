@@ -65,8 +65,8 @@ class Module:
         planes = data["planes"]
         refinement = planes.get("refinement")
         return cls(
-            shape=(data["shape"][0], data["shape"][1]),
-            group_size=data["group_size"],
+            shape=(int(data["shape"][0]), int(data["shape"][1])),
+            group_size=int(data["group_size"]),
             base=_plane(planes["base"]),
             scale=_plane(planes["scale"]),
             refinement=_plane(refinement) if refinement is not None else None,
@@ -151,7 +151,7 @@ class Manifest:
             calibration=data.get("calibration"),
             modules={name: Module.from_dict(module) for name, module in data["modules"].items()},
             unquantized=tuple(data["unquantized"]),
-            files={name: FileRecord(size=f["size"], sha256=f["sha256"]) for name, f in data["files"].items()},
+            files={name: FileRecord(size=int(f["size"]), sha256=f["sha256"]) for name, f in data["files"].items()},
             extra={key: value for key, value in data.items() if key not in known},
         )
 

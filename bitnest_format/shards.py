@@ -22,6 +22,7 @@ from bitnest_format.errors import FileFormatError
 
 MAX_HEADER_BYTES = 100_000_000
 COPY_BYTES = 1 << 24
+MAX_NAME_BYTES = 255
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -77,20 +78,20 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise FileFormatError(f"{path.name}: cannot be read ({error.strerror or error})") from error
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
-        entries = {
-            name: TensorEntry(
-                entry["dtype"],
-                tuple(entry["shape"]),
-                8 + length + entry["data_offsets"][0],
-                8 + length + entry["data_offsets"][1],
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        entries = {name: _entry(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(f"{path.name}: its safetensors header is not valid ({error})") from error
     _check_layout(path, entries, 8 + length, size)
     return entries
+
+
+def _entry(name: str, data: Any, first: int) -> TensorEntry:
+    dtype, shape, offsets = data["dtype"], data["shape"], data["data_offsets"]
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    # `type` and not `isinstance`: true and false are no numbers here.
+    if not isinstance(dtype, str) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(f"{name}: dtype, shape and two data_offsets are expected, the numbers 0 or more")
+    return TensorEntry(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
 def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
@@ -100,7 +101,7 @@ def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, si
             expected = DTYPES[entry.dtype].itemsize
             for dimension in entry.shape:
                 expected *= dimension
-            if any(dimension < 0 for dimension in entry.shape) or expected != entry.size:
+            if expected != entry.size:
                 raise FileFormatError(
                     f"{path.name}: {name}: {entry.size} bytes for shape {list(entry.shape)} of {entry.dtype}, "
                     f"expected {expected}"
@@ -121,24 +122,35 @@ def _cut(path: Path, size: int, what: str) -> FileFormatError:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     if len(set(names)) != len(names):
-        raise ValueError("a name stands twice")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} stands twice in one object")
     return dict(pairs)
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
 
 
 def inside(folder: Path, name: object) -> Path:
     """`folder / name` for a name that stays inside the folder.
 
-    Raises `FileFormatError` quoting the name for absolute paths, `..`, drive letters, backslashes, empty names.
+    Raises `FileFormatError` quoting the name for absolute paths, `..`, drive letters, backslashes, empty names,
+    and names that no file can have: control characters, parts of more than 255 bytes.
     """
     if isinstance(name, str):
         parts = PurePosixPath(name).parts
-        if parts and ".." not in parts and not name.startswith("/") and not set("\\:\0") & set(name):
+        plain = parts and ".." not in parts and not name.startswith("/") and not set("\\:") & set(name)
+        # Control characters and half surrogates are not printable, and some systems cannot look them up at all.
+        if plain and name.isprintable() and all(len(part.encode()) <= MAX_NAME_BYTES for part in parts):
             return folder / name
     raise FileFormatError(f"{name!r} is not a file inside {folder.name}: a plain relative name is expected")
 
 
-def read_json(path: Path) -> Any:
-    """Parse a UTF-8 JSON file. Raises `FileFormatError` naming the file and the place of the fault."""
+def read_json(path: Path, *, strict: bool = False) -> Any:
+    """Parse a UTF-8 JSON file. Raises `FileFormatError` naming the file and the place of the fault.
+
+    `strict` refuses what parsers disagree about: a key that stands twice in an object, NaN and Infinity.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -146,7 +158,10 @@ def read_json(path: Path) -> Any:
     if raw.startswith(b"version https://git-lfs"):
         raise FileFormatError(f"{path.name}: a Git LFS pointer, the file itself was not downloaded")
     try:
-        return json.loads(raw.decode("utf-8"))
+        text = raw.decode("utf-8")
+        if strict:
+            return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        return json.loads(text)
     except ValueError as error:
         raise FileFormatError(f"{path.name}: is not valid JSON ({error})") from error
     except RecursionError as error:

@@ -129,7 +129,7 @@ def write_tiny_checkpoint(
         rotation=None,
         source={"kind": "random", "name": _model_name(architecture, seed), "license": "apache-2.0"},
         modules=modules,
-        unquantized=tuple(tensors),
+        unquantized=tuple(name for name in writer.base if not name.endswith((BASE_SUFFIX, SCALE_SUFFIX))),
         files={},
     )
     writer.finish(manifest, checkpoint_config(config))
