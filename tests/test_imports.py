@@ -1,0 +1,219 @@
+"""Who may import whom, and what an import or `--help` may cost."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SIBLINGS = ("spec", "converters", "runtime", "kernels")
+
+# A unit is a sibling folder, or a module of bitnest_format/ ("" is its __init__). The table is the import
+# direction of the design: a unit may import the units listed for it and nothing else of this package.
+CORE = {"", "errors", "spec", "architecture", "nesting", "packing", "manifest", "shards", "checkpoint"}
+MAY_IMPORT = {
+    "": {"api"},
+    "__main__": {"cli"},
+    "errors": set(),
+    "spec": {"errors"},
+    "nesting": set(),
+    "packing": set(),
+    "architecture": {"errors"},
+    "manifest": {"errors", "spec"},
+    "shards": {"errors"},
+    "checkpoint": CORE - {""},
+    "validation": CORE - {""},
+    "report": CORE - {""},
+    "progress": set(),
+    "hub": {"", "errors", "spec", "manifest", "shards", "checkpoint"},
+    "kernels": {"errors", "nesting", "packing"},
+    "converters": CORE,
+    "runtime": CORE | {"kernels"},
+    "api": CORE | {"hub", "runtime"},
+}
+ONLY_ERRORS_ABOVE_COMMAND_BODIES = {"", "errors"}
+
+# Third-party packages that belong to one place each.
+ONLY_IN = {
+    "transformers": {"converters", "runtime"},
+    "accelerate": {"converters", "runtime"},
+    "huggingface_hub": {"hub"},
+    "click": {"cli"},
+    "jsonschema": {"manifest"},
+    "triton": {"kernels"},
+    "gguf": {"converters"},
+    "pyarrow": {"converters"},
+    "rich": {"progress"},
+}
+# What users are not asked to install beyond the above.
+ANYWHERE = {"torch", "safetensors", "numpy", "tokenizers"}
+
+HEAVY = {"torch", "numpy", "transformers", "huggingface_hub", "triton", "safetensors", "rich", "jsonschema"}
+HELP_CPU_SECONDS = 0.5
+
+
+def package_files() -> dict[str, Path]:
+    """Every module of the package: its import name and its file."""
+    files = {f"bitnest_format.{path.stem}": path for path in sorted((ROOT / "bitnest_format").glob("*.py"))}
+    for folder in SIBLINGS:
+        for path in sorted((ROOT / folder).glob("*.py")):
+            files[f"bitnest_format.{folder}.{path.stem}"] = path
+    return {name.removesuffix(".__init__"): path for name, path in files.items()}
+
+
+FILES = package_files()
+
+
+def unit_of(module: str) -> str:
+    """`bitnest_format.kernels.reference` -> `kernels`; `bitnest_format` -> the empty unit."""
+    return (module.split(".") + [""])[1]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Every imported module name; `from bitnest_format import x` counts as `bitnest_format.x` where that exists."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            for alias in node.names:
+                full = f"{module}.{alias.name}"
+                yield (full if full in FILES else module), node
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_import_direction(module):
+    unit = unit_of(module)
+    assert unit in MAY_IMPORT or unit == "cli", f"{unit}: new module, say in MAY_IMPORT what it may import"
+    allowed = MAY_IMPORT.get(unit, set(MAY_IMPORT)) | {unit}
+    used = {unit_of(name) for name, _ in imports(parse(FILES[module])) if name.split(".")[0] == "bitnest_format"}
+    assert used <= allowed, f"{module} imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_third_party_imports_stand_where_they_belong(module):
+    unit = unit_of(module)
+    for name, _ in imports(parse(FILES[module])):
+        top = name.split(".")[0]
+        if top in sys.stdlib_module_names or top == "bitnest_format":
+            continue
+        assert unit in ONLY_IN[top] if top in ONLY_IN else top in ANYWHERE, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_are_absolute(module):
+    for _, node in imports(parse(FILES[module])):
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{module}:{node.lineno}: relative import"
+
+
+def test_command_line_imports_the_rest_inside_command_bodies():
+    tree = parse(FILES["bitnest_format.cli"])
+    top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    used = {name for name, _ in imports(top)}
+    ours = {unit_of(name) for name in used if name.startswith("bitnest_format")}
+    assert ours <= ONLY_ERRORS_ABOVE_COMMAND_BODIES
+    assert {name.split(".")[0] for name in used} & HEAVY == set()
+
+
+def test_text_files_are_opened_with_an_encoding():
+    """PU-4: the locale's encoding is never used, neither here nor in the tests."""
+    missing = []
+    for path in [*FILES.values(), *sorted((ROOT / "tests").glob("**/*.py"))]:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Call) and reads_text(node) and not any(k.arg == "encoding" for k in node.keywords):
+                missing.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not missing
+
+
+def reads_text(call: ast.Call) -> bool:
+    """Whether a call is `open`, `read_text` or `write_text`, in text mode."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+    if name in ("read_text", "write_text"):
+        return True
+    if name != "open":
+        return False
+    method = isinstance(call.func, ast.Attribute)
+    if method and isinstance(call.func.value, ast.Name) and call.func.value.id in ("os", "tarfile", "zipfile"):
+        return False
+    mode = next((k.value for k in call.keywords if k.arg == "mode"), None)
+    positional = call.args[0 if method else 1 :]
+    mode = mode or (positional[0] if positional else None)
+    return not (isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "b" in mode.value)
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert loaded_by("import bitnest_format") & HEAVY == set()
+
+
+def test_help_loads_nothing_heavy():
+    for command in ("", "convert", "validate", "inspect", "generate"):
+        arguments = [command, "--help"] if command else ["--help"]
+        code = f"from bitnest_format.cli import main; main({arguments!r}, standalone_mode=False)"
+        assert loaded_by(code) & HEAVY == set(), command
+
+
+def test_help_is_quick():
+    """Less than half a second of CPU time, the interpreter's own start included."""
+    command = [sys.executable, "-m", "bitnest_format", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_utime + usage.ru_stime < HELP_CPU_SECONDS
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules in `sys.modules` after running `code` in a fresh interpreter."""
+    probe = f"import sys\n{code}\nprint(*{{n.split('.')[0] for n in sys.modules}}, file=sys.stderr)"
+    done = run_python("-c", probe)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter without a GPU, with UTF-8 streams, from a folder that is not on `sys.path`."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def test_no_default_encoding_at_run_time(tiny_checkpoint, tmp_path):
+    """PU-4: a run in the C locale without UTF-8 mode, with every use of the locale's encoding made an error."""
+    folder = tiny_checkpoint(tmp_path / "模型-🐦")
+    strict = ("-X", "warn_default_encoding", "-X", "utf8=0", "-W", "error::EncodingWarning")
+    help_text = run_python(*strict, "-m", "bitnest_format", "--help", LC_ALL="C.UTF-8")
+    assert help_text.returncode == 0, help_text.stderr
+    done = run_python(*strict, "-m", "bitnest_format", "validate", str(folder), "--deep", LC_ALL="C.UTF-8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{folder}: valid\n"
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from bitnest_format.cli import main
+main(sys.argv[1:], prog_name="bitnest-format")
+"""
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect"])
+def test_commands_need_neither_triton_nor_a_gpu(command, tiny_checkpoint, tmp_path):
+    """GP-1."""
+    done = run_python("-c", WITHOUT_TRITON, command, str(tiny_checkpoint(tmp_path / "model")), "--json")
+    assert done.returncode == 0, done.stderr
