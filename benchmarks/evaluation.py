@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -277,10 +279,20 @@ class View:
         device: torch.device = self.model.device
         return device
 
-    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
-        """The output of the transformers model for int64 `[B, T]`, with `.logits` `[B, T, V]`."""
+    def __call__(self, input_ids: Tensor, cache: Any = None, last: int = 0) -> Tensor:
+        """Logits `[B, T, V]` for int64 `[B, T]`, or only those of the `last` positions.
+
+        `cache` is a transformers `DynamicCache`: what it holds comes before `input_ids`, and it grows.
+        """
         self.selected.current = self.index
-        return self.model(input_ids=input_ids, **options)
+        options: dict[str, Any] = {"logits_to_keep": last, "use_cache": cache is not None}
+        if cache is not None:
+            # transformers renamed the argument between 5.17 and 5.24.
+            known = inspect.signature(self.model.forward).parameters
+            options["cache" if "cache" in known else "past_key_values"] = cache
+        output = self.model(input_ids=input_ids, **options)
+        logits: Tensor = output.logits
+        return logits
 
     def with_linears(self, weights: Mapping[str, Tensor], activation_bits: int | None = 8) -> View:
         """Another view of the same model: its linear layers' weights from `weights`, all else shared.
@@ -350,7 +362,8 @@ def plain_w8(weights: Mapping[str, Tensor], group_size: int | Mapping[str, int])
         if not module.endswith(LINEARS) or not name.endswith(".weight"):
             continue
         size = group_size if isinstance(group_size, int) else group_size[module]
-        result[name] = fake_quantize(weight.float().unflatten(-1, (-1, size)), bits=8).flatten(-2)
+        groups = weight.float().reshape(weight.shape[0], -1, size)
+        result[name] = fake_quantize(groups, bits=8).reshape(weight.shape)
     return result
 
 
@@ -362,16 +375,16 @@ def _linears(model: Any) -> list[tuple[str, _Linear]]:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, tokens: Tensor) -> float:
+def perplexity(model: View, tokens: Tensor) -> float:
     """`exp` of the mean negative log likelihood of every token but each sequence's first.
 
-    `model` is a `View` or a transformers causal LM; `tokens` int64 `[N, T]`, each row a sequence of its own.
+    `tokens` int64 `[N, T]`, each row a sequence of its own.
     """
     total = 0.0
-    for row in tokens.to(model.device).split(1):
-        logits = model(row).logits[0, :-1].float()
-        total += functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
-    return float(torch.tensor(total / (tokens.shape[0] * (tokens.shape[1] - 1)), dtype=torch.float64).exp())
+    for row in tokens.to(model.device):
+        logits = model(row.unsqueeze(0))[0, :-1].float()
+        total += functional.cross_entropy(logits, row[1:], reduction="sum").item()
+    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +406,7 @@ class Acceptance:
 
 
 def acceptance(
-    draft_model: Any, target_model: Any, prefixes: Tensor, new_tokens: int = NEW_TOKENS, gamma: int = GAMMA
+    draft_model: View, target_model: View, prefixes: Tensor, new_tokens: int = NEW_TOKENS, gamma: int = GAMMA
 ) -> Acceptance:
     """Greedy speculative decoding of `new_tokens` tokens after each of `prefixes` int64 `[B, P]`.
 
@@ -411,21 +424,20 @@ def acceptance(
 
 
 @torch.inference_mode()
-def decode_greedily(model: Any, prefixes: Tensor, new_tokens: int) -> tuple[Tensor, Any]:
+def decode_greedily(model: View, prefixes: Tensor, new_tokens: int) -> tuple[Tensor, Any]:
     """Greedy decoding of all rows at once: int64 `[B, P + new_tokens]`, and the cache of all but the last token."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
     text, step = prefixes, prefixes
     for _ in range(new_tokens):
-        logits = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        step = logits[:, -1].argmax(dim=-1, keepdim=True)
+        step = model(step, cache, last=1)[:, -1].argmax(dim=-1, keepdim=True)
         text = torch.cat((text, step), dim=1)
     return text, cache
 
 
 @torch.inference_mode()
-def draft_agreement(draft_model: Any, text: Tensor, cache: Any, new_tokens: int, gamma: int) -> Tensor:
+def draft_agreement(draft_model: View, text: Tensor, cache: Any, new_tokens: int, gamma: int) -> Tensor:
     """Whether the k-th draft of a round that starts after s new tokens is the target's token.
 
     `text` int64 `[B, P + new_tokens]` and the target's `cache` of all but its last token, which is used up.
@@ -440,16 +452,17 @@ def draft_agreement(draft_model: Any, text: Tensor, cache: Any, new_tokens: int,
     for start in reversed(range(new_tokens - gamma)):
         first = prefix - 1 + start
         cache.crop(first - cache.get_seq_length())
-        logits = draft_model(text[:, first : first + gamma], past_key_values=cache, use_cache=True).logits
-        rows.append(logits.argmax(dim=-1) == text[:, first + 1 : first + 1 + gamma])
+        drafts = draft_model(text[:, first : first + gamma], cache).argmax(dim=-1)
+        rows.append(drafts == text[:, first + 1 : first + 1 + gamma])
     return torch.stack(rows[::-1], dim=1)
 
 
 @torch.inference_mode()
-def predictions(model: Any, tokens: Tensor) -> Tensor:
+def predictions(model: View, tokens: Tensor) -> Tensor:
     """The most likely next token after every position: int64 `[B, T]` -> int64 `[B, T]`."""
-    parts = tokens.to(model.device).split(LOGIT_ROWS)
-    return torch.cat([model(part).logits.argmax(dim=-1) for part in parts])
+    rows = tokens.to(model.device)
+    starts = range(0, rows.shape[0], LOGIT_ROWS)
+    return torch.cat([model(rows[start : start + LOGIT_ROWS]).argmax(dim=-1) for start in starts])
 
 
 def replay_rounds(agrees: Tensor) -> list[int]:
