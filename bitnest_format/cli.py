@@ -181,6 +181,7 @@ def main(debug: bool) -> None:
 @click.pass_context
 def convert(
     ctx: click.Context,
+    /,
     source: str,
     output: Path,
     recipe: str,
@@ -239,7 +240,8 @@ def convert(
 def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | None, as_json: bool) -> None:
     """Check a nested CHECKPOINT against the format.
 
-    Lists everything that is wrong: prints one finding a line as file: place: message. Exit status 0: valid, 1: invalid, 2: wrong call.
+    Lists everything that is wrong, one finding a line, as file: place: message.
+    Exit status 0: valid, 1: invalid, 2: wrong call.
     """
     from bitnest_format import hub
     from bitnest_format.validation import validate as find_faults

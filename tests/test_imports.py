@@ -72,7 +72,7 @@ FILES = package_files()
 
 def unit_of(module: str) -> str:
     """`bitnest_format.kernels.reference` -> `kernels`; `bitnest_format` -> the empty unit."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def parse(path: Path) -> ast.Module:

@@ -1,0 +1,43 @@
+"""The library's front door: open a nested checkpoint and generate from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from bitnest_format import hub
+
+if TYPE_CHECKING:
+    from bitnest_format.runtime.generate import NestedModel
+
+View = Literal["nested", "target", "draft"]
+
+
+def load(
+    path_or_repo_id: str,
+    *,
+    view: View = "nested",
+    revision: str | None = None,
+    device: str = "cpu",
+    unpack: str = "auto",
+) -> NestedModel:
+    """Open a checkpoint for generation.
+
+    path_or_repo_id: a local folder, or a Hub repository id (`owner/name`) where no such folder exists.
+    view: `nested` decodes speculatively from both planes, `target` with both planes and no drafts, `draft` from the
+        base plane alone; `draft` downloads and reads only the base shards.
+    revision: branch, tag or commit of the repository; refused for a local folder.
+    device: where to compute.
+    unpack: whether weights are unpacked to one code a byte while loading (faster, about twice the memory) or at each
+        use; `auto` decides by the memory that is free.
+
+    Returns a model whose `generate(prompt, max_new_tokens=..., gamma=4, ...)` gives the text, the token ids and the
+    run's statistics. Greedy output of `nested` equals that of `target` token for token.
+
+    Raises `UsageError` for a path that is no checkpoint, `HubError` where the repository cannot be had,
+    `CheckpointError` for a checkpoint that is broken or of an unknown version.
+    """
+    from bitnest_format.runtime.generate import NestedModel
+
+    patterns = hub.DRAFT_FILES if view == "draft" else hub.CHECKPOINT_FILES
+    folder = hub.resolve(path_or_repo_id, revision=revision, patterns=patterns)
+    return NestedModel.open(folder, view=view, unpack=unpack, device=device)
