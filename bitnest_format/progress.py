@@ -25,12 +25,11 @@ class StageProgress:
     """A context manager whose instance is called as `progress(stage, done, total)`.
 
     A new stage name starts a new line; `total` may be 1 for work that cannot be counted. Nothing is drawn before
-    the first call. `quiet` draws nothing at all.
+    the first call.
     """
 
-    def __init__(self, *, quiet: bool = False):
-        self._quiet = quiet
-        self._bars = _bars() if sys.stderr.isatty() and not quiet else None
+    def __init__(self) -> None:
+        self._bars = _bars() if sys.stderr.isatty() else None
         self._task: TaskID | None = None
         self._stage: str | None = None
         self._began = self._printed = 0.0
@@ -48,8 +47,6 @@ class StageProgress:
             self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._quiet:
-            return
         if self._bars is not None:
             self._draw(self._bars, stage, done, total)
         else:
