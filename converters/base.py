@@ -49,6 +49,9 @@ class Source(Protocol):
 
     provenance: Provenance
 
+    location: Path
+    """The folder or file that is read; a conversion never writes inside it."""
+
     notes: list[str]
     """Remarks for the user that stop nothing: files that were ignored, tensors that were dropped."""
 

@@ -1,0 +1,532 @@
+"""Hugging Face folders as a source: safetensors in fp32, fp16 or bf16, one file or shards with an index.
+
+Opening reads `config.json`, the index and the shard headers, checks them against each other, and stops with every
+contradiction at once. Tensors are then read one at a time straight from the file (not through a memory map, so a
+long conversion does not keep the whole model resident). Nothing in the folder is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
+from torch import Tensor
+
+from bitnest_format.architecture import EMBEDDING, HEAD, SUPPORTED, Architecture, read_architecture
+from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
+from bitnest_format.manifest import MANIFEST_FILE
+from bitnest_format.shards import DTYPES, TensorEntry, inside, read_header, read_json
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+STORED_TYPES = ("F32", "F16", "BF16")
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
+
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "*.tiktoken",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "COPYING*",
+    "USE_POLICY*",
+)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.model.v*", "*.tiktoken", "tekken.json", "vocab.json")
+
+# Rotary tables that old files store although they follow from the config.
+DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$")
+NUMBERED_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors$")
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+READ_BYTES = 1 << 24
+READERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tensor's bytes lie."""
+
+    file: Path
+    entry: TensorEntry
+
+
+class HuggingFaceSource:
+    """A local folder in the Hugging Face layout. `name` and `revision` are recorded where it came from the Hub.
+
+    Raises `SourceError` listing every reason why the folder cannot be read as an unquantized model of a supported
+    architecture. With `ignore_unknown_tensors`, tensors that the architecture does not know are left out and noted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str | None = None,
+        revision: str | None = None,
+        ignore_unknown_tensors: bool = False,
+    ):
+        self.folder = folder
+        self.location = folder
+        self.notes: list[str] = []
+        self.config: Mapping[str, Any] = _read_config(folder)
+        self.provenance = Provenance(
+            kind="huggingface", name=name, revision=revision, license=_card_license(folder / "README.md")
+        )
+        problems = _quantization_problems(folder, self.config)
+        if problems:
+            raise SourceError(problems)
+        architecture, problems = _architecture(self.config, self.notes)
+        stored, file_problems = _find_tensors(folder, self.notes)
+        problems += file_problems
+        if architecture is None or file_problems:
+            raise SourceError(problems)
+        self._problems = _lfs_pointers(folder)
+        self._locations = self._choose(stored, architecture, ignore_unknown_tensors)
+        problems = _type_problems(self._locations)
+        if problems:
+            raise SourceError(problems)
+        # A tied head is compared with the embedding while the weights are read, but it is not a tensor of the model.
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(
+                shape=self._locations[name].entry.shape, dtype=DTYPES[self._locations[name].entry.dtype]
+            )
+            for name in architecture.tensors()
+            if name in self._locations
+        }
+        if not _side_files(folder, TOKENIZERS):
+            self.notes.append(
+                "no tokenizer files (tokenizer.json, tokenizer.model or vocab.json): generating from text will need them"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on the CPU, in its stored type, in memory of its own."""
+        location = self._locations[name]
+        data = torch.empty(location.entry.size, dtype=torch.uint8)
+        with location.file.open("rb") as file:
+            file.seek(location.entry.start)
+            _fill(file, memoryview(data.numpy()), location)
+        return data.view(DTYPES[location.entry.dtype]).view(location.entry.shape)
+
+    def inspect(self) -> Inspection:
+        """Read every tensor once, in the order of the files."""
+        names = sorted(self._locations, key=lambda name: (self._locations[name].file, self._locations[name].entry.start))
+        with ThreadPoolExecutor(READERS) as pool:
+            results = dict(zip(names, pool.map(lambda name: _scan(self._locations[name]), names), strict=True))
+        problems = [*self._problems]
+        for name in self._locations:
+            if results[name].bad:
+                file = self._locations[name].file.name
+                problems.append(f"{file}: {name}: {results[name].bad}, expected finite weights. Export the model again.")
+        if HEAD in self._locations and HEAD not in self.tensors:
+            if results[HEAD].sha256 == results[EMBEDDING].sha256:
+                self.notes.append(f"{HEAD}: repeats the embedding it is tied to; left out")
+            else:
+                problems.append(
+                    f"{HEAD}: differs from {EMBEDDING} although config.json has tie_word_embeddings true. "
+                    "Set it to false to use the stored head, or remove the tensor."
+                )
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode("utf-8"))
+        for name, info in sorted(self.tensors.items()):
+            digest.update(f"\n{name} {info.dtype} {list(info.shape)} {results[name].sha256}".encode())
+        return Inspection(problems=problems, fingerprint=digest.hexdigest())
+
+    def write_side_files(self, folder: Path) -> list[str]:
+        """Copy tokenizer, chat template, generation config and licence files into `folder`."""
+        names = _side_files(self.folder, SIDE_FILES)
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.folder / name, folder / name)
+        return names
+
+    def _choose(
+        self, stored: Mapping[str, Location], architecture: Architecture, ignore_unknown: bool
+    ) -> dict[str, Location]:
+        """The tensors of the model among all that the files hold; the rest is dropped, noted, or a problem."""
+        known = architecture.tensors()
+        chosen = {name: location for name, location in stored.items() if name in known or name == HEAD}
+        rest = [name for name in stored if name not in chosen and not DERIVED.search(name)]
+        prediction = [name for name in rest if _is_prediction_layer(name, stored, architecture, self.config)]
+        if prediction:
+            self.notes.append(f"extra prediction layers are dropped: {_listed(prediction)}")
+        unknown = [name for name in rest if name not in set(prediction)]
+        if unknown and ignore_unknown:
+            self.notes.append(f"tensors unknown to {architecture.model_type} are left out: {_listed(unknown)}")
+        elif unknown:
+            self._problems += _unknown_problems(unknown, architecture)
+        return chosen
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if (folder / MANIFEST_FILE).is_file():
+        raise SourceError(
+            f"{folder}: is already converted (it holds {MANIFEST_FILE}). Load it as it is, or give the original model."
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise SourceError(f"{folder}: has no {CONFIG_FILE}; expected a model in the Hugging Face layout")
+    try:
+        config = read_json(folder / CONFIG_FILE)
+    except FileFormatError as error:
+        raise SourceError(str(error)) from error
+    if not isinstance(config, dict):
+        raise SourceError(f"{CONFIG_FILE}: holds a JSON {type(config).__name__}, expected an object")
+    return config
+
+
+def _quantization_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Why the weights are not the plain ones that quantization starts from; empty where they are."""
+    nested = config.get("text_config")
+    for part in (config, nested if isinstance(nested, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key):
+                return [f"{CONFIG_FILE}: {key}: {_already_quantized(_method(part[key]))}"]
+    for file in QUANTIZATION_FILES:
+        if (folder / file).is_file():
+            try:
+                method = _method(read_json(folder / file))
+            except FileFormatError:
+                method = None
+            return [f"{file}: {_already_quantized(method or ('gptq' if file == QUANTIZATION_FILES[0] else None))}"]
+    return []
+
+
+def _method(settings: Any) -> str | None:
+    if not isinstance(settings, Mapping):
+        return None
+    inner = settings.get("quantization")
+    if isinstance(inner, Mapping) and inner.get("quant_algo"):
+        return str(inner["quant_algo"])
+    named = settings.get("quant_method")
+    if named:
+        return str(named)
+    return "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & set(settings) else None
+
+
+def _already_quantized(method: str | None) -> str:
+    if method == "bitnest":
+        return "quant_method is 'bitnest': the model is already converted. Load it as it is, or give the original model."
+    found = f"the model is already quantized with {method!r}" if method else "the model is already quantized"
+    return f"{found}, expected plain fp32, fp16 or bf16 weights. Give the original model instead."
+
+
+def _architecture(config: Mapping[str, Any], notes: list[str]) -> tuple[Architecture | None, list[str]]:
+    custom = config.get("auto_map")
+    try:
+        architecture = read_architecture(config)
+    except UnsupportedModelError as error:
+        problems = list(error.problems)
+        if custom and config.get("model_type") not in SUPPORTED:
+            problems.append(
+                f"{CONFIG_FILE}: auto_map names code of the model's own ({_listed(_code_files(custom))}). It is never "
+                "executed here; there is no trust_remote_code."
+            )
+        return None, problems
+    if custom:
+        notes.append(
+            f"{CONFIG_FILE}: auto_map names code of the model's own ({_listed(_code_files(custom))}); it is neither "
+            f"executed nor copied (there is no trust_remote_code), the model is read as {architecture.model_type}"
+        )
+    return architecture, []
+
+
+def _code_files(auto_map: Any) -> list[str]:
+    values = list(auto_map.values()) if isinstance(auto_map, Mapping) else [auto_map]
+    return sorted({f"{str(value).rpartition('--')[2].split('.')[0]}.py" for value in values})
+
+
+def _find_tensors(folder: Path, notes: list[str]) -> tuple[dict[str, Location], list[str]]:
+    """Every stored tensor by name, or the problems that make this impossible."""
+    index = (folder / INDEX_FILE).is_file()
+    weight_map: dict[str, str] = {}
+    if index:
+        try:
+            weight_map = _read_index(folder)
+        except (FileFormatError, SourceError) as error:
+            return {}, error.problems if isinstance(error, SourceError) else [str(error)]
+        files = sorted(set(weight_map.values()))
+    elif (folder / SINGLE_FILE).is_file():
+        files = [SINGLE_FILE]
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors") if not _is_stray(path.name))
+    if not files:
+        return {}, [_no_weights(folder)]
+    problems = _missing_shards(folder, files, INDEX_FILE if index else "the shard names")
+    headers: dict[str, dict[str, TensorEntry]] = {}
+    for file in files:
+        if (folder / file).is_file():
+            try:
+                headers[file] = read_header(folder / file)
+            except FileFormatError as error:
+                problems.append(str(error))
+    if not problems:
+        problems = _index_problems(weight_map, headers) if index else _duplicates(headers)
+    _note_ignored_files(folder, files, notes)
+    tensors = {
+        name: Location(folder / file, entry) for file, header in headers.items() for name, entry in header.items()
+    }
+    return tensors, problems
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    index = read_json(folder / INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{INDEX_FILE}: weight_map: missing or empty, expected tensor names with their shards")
+    problems = []
+    for file in sorted({str(value) for value in weight_map.values()}):
+        try:
+            inside(folder, file)
+        except FileFormatError as error:
+            problems.append(f"{INDEX_FILE}: {error}")
+    if problems:
+        raise SourceError(problems)
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _missing_shards(folder: Path, files: Iterable[str], source: str) -> list[str]:
+    """Shards that the index names, or that the numbering `-00001-of-0000N` implies, but that are not there."""
+    expected = set(files)
+    for file in files:
+        match = NUMBERED_SHARD.match(file)
+        if match and int(match["count"]) < 10_000:
+            width = len(match["number"])
+            expected |= {
+                f"{match['stem']}-{number:0{width}d}-of-{match['count']}.safetensors"
+                for number in range(1, int(match["count"]) + 1)
+            }
+    missing = sorted(file for file in expected if not (folder / file).is_file())
+    if not missing:
+        return []
+    return [
+        f"{source}: {len(missing)} of {len(expected)} shards {'is' if len(missing) == 1 else 'are'} not in the folder: "
+        f"{', '.join(missing)}. Download the model again."
+    ]
+
+
+def _index_problems(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+    """Where index and headers contradict each other, in either direction."""
+    homes: dict[str, list[str]] = {}
+    for file, header in headers.items():
+        for name in header:
+            homes.setdefault(name, []).append(file)
+    problems = []
+    for name, file in weight_map.items():
+        if file not in homes.get(name, []):
+            where = f"it lies in {', '.join(homes[name])}" if name in homes else "no shard holds it"
+            problems.append(f"{INDEX_FILE}: {name}: not in {file}, where the index puts it; {where}")
+    for name, files in homes.items():
+        strays = [file for file in files if file != weight_map.get(name)]
+        if name not in weight_map and not DERIVED.search(name):
+            problems.append(f"{INDEX_FILE}: {name}: in {', '.join(files)}, but missing from the index")
+        elif name in weight_map and weight_map[name] in files and strays:
+            problems.append(f"{INDEX_FILE}: {name}: in {', '.join(files)}; the index names {weight_map[name]} alone")
+    return problems
+
+
+def _duplicates(headers: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+    homes: dict[str, list[str]] = {}
+    for file, header in headers.items():
+        for name in header:
+            homes.setdefault(name, []).append(file)
+    return [
+        f"{name}: in {' and '.join(files)}; without {INDEX_FILE} nothing says which one counts. Remove one of them."
+        for name, files in homes.items()
+        if len(files) > 1
+    ]
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES and path.is_file())
+    if (folder / "adapter_config.json").is_file():
+        return f"{folder}: holds an adapter, not a whole model; merge it into its base model and convert that"
+    if pickles:
+        return (
+            f"{folder}: has its weights only as {_listed(pickles)}; these formats can carry code and are not opened. "
+            "Convert them to safetensors in an environment you trust: python -c \"from transformers import "
+            f"AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
+            f".save_pretrained('{folder}-safetensors')\""
+        )
+    return f"{folder}: no {SINGLE_FILE}, no {INDEX_FILE} and no other .safetensors file"
+
+
+def _is_stray(file: str) -> bool:
+    """Weights in other layouts that lie beside many models: Mistral's own, and adapters."""
+    return file.startswith(("consolidated", "adapter_"))
+
+
+def _note_ignored_files(folder: Path, used: Iterable[str], notes: list[str]) -> None:
+    weights = (".safetensors", ".gguf", *PICKLES)
+    ignored = sorted(
+        path.name for path in folder.iterdir() if path.suffix in weights and path.is_file() and path.name not in used
+    )
+    if ignored:
+        notes.append(f"weight files that are not part of the model are ignored: {_listed(ignored)}")
+
+
+def _lfs_pointers(folder: Path) -> list[str]:
+    problems = []
+    for name in _side_files(folder, SIDE_FILES):
+        with (folder / name).open("rb") as file:
+            if file.read(23) == b"version https://git-lfs":
+                problems.append(
+                    f"{name}: a Git LFS pointer, the file itself was not downloaded. Run 'git lfs pull' or download it "
+                    "again."
+                )
+    return problems
+
+
+def _type_problems(locations: Mapping[str, Location]) -> list[str]:
+    by_type: dict[str, list[str]] = {}
+    for name, location in locations.items():
+        if location.entry.dtype not in STORED_TYPES:
+            by_type.setdefault(location.entry.dtype, []).append(name)
+    return [
+        f"stored as {dtype}{' (fp8)' if dtype.startswith('F8') else ''}, expected {', '.join(STORED_TYPES)}: "
+        f"{_listed(names)}. The model is already quantized; give the original instead."
+        for dtype, names in by_type.items()
+    ]
+
+
+def _is_prediction_layer(
+    name: str, stored: Mapping[str, Location], architecture: Architecture, config: Mapping[str, Any]
+) -> bool:
+    """Whether a tensor belongs to layers that predict further tokens and take no part in ordinary decoding."""
+    if name.startswith(("mtp.", "model.mtp.")):
+        return True
+    match = LAYER.match(name)
+    if match is None or int(match[1]) < architecture.layers:
+        return False
+    extra = config.get("num_nextn_predict_layers") or 0
+    return int(match[1]) < architecture.layers + int(extra) or f"model.layers.{match[1]}.eh_proj.weight" in stored
+
+
+def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[str]:
+    way_out = "Pass --ignore-unknown-tensors to leave them out."
+    beyond = [name for name in unknown if (match := LAYER.match(name)) and int(match[1]) >= architecture.layers]
+    inner = [name for name in unknown if name not in set(beyond)]
+    problems = []
+    if inner:
+        hint = (
+            " Biases count only where attention_bias or mlp_bias in config.json says so."
+            if any(name.endswith(".bias") for name in inner)
+            else ""
+        )
+        problems.append(
+            f"{_listed(inner)}: not part of a {architecture.model_type} model as config.json describes it, and leaving "
+            f"{'it' if len(inner) == 1 else 'them'} out may change what the model computes.{hint} {way_out}"
+        )
+    if beyond:
+        problems.append(
+            f"{_listed(beyond)}: beyond num_hidden_layers {architecture.layers} in config.json. Correct the config, or: "
+            f"{way_out}"
+        )
+    return problems
+
+
+def _side_files(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Files of the folder that match, as sorted relative names with `/`."""
+    found = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(name for name in found if (folder / name).is_file())
+
+
+def _card_license(card: Path) -> str | None:
+    """The `license` of a model card's front matter, or `license_name` where that is `other`."""
+    try:
+        text = card.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    lines = text.splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    fields: dict[str, str] = {}
+    for line in lines[1:]:
+        if line.strip() == "---":
+            break
+        key, colon, value = line.partition(":")
+        if colon:
+            fields[key] = value.split(" #")[0].strip().strip("'\"")
+    found = fields.get("license") or None
+    return fields.get("license_name") or found if found == "other" else found
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What one pass over a tensor found: the digest of its bytes, and its NaN and Inf values in words or ''."""
+
+    sha256: str
+    bad: str
+
+
+def _scan(location: Location) -> Scan:
+    dtype = DTYPES[location.entry.dtype]
+    digest = hashlib.sha256()
+    not_a_number = infinite = 0
+    buffer = torch.empty(min(READ_BYTES, location.entry.size), dtype=torch.uint8)
+    view = memoryview(buffer.numpy())
+    with location.file.open("rb") as file:
+        file.seek(location.entry.start)
+        left = location.entry.size
+        while left:
+            count = min(left, READ_BYTES)
+            _fill(file, view[:count], location)
+            digest.update(view[:count])
+            more = count_non_finite(buffer[:count].view(dtype))
+            not_a_number, infinite = not_a_number + more[0], infinite + more[1]
+            left -= count
+    return Scan(digest.hexdigest(), describe_non_finite(not_a_number, infinite))
+
+
+def _fill(file: Any, view: memoryview, location: Location) -> None:
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise SourceError(f"{location.file.name}: ended while a tensor was read from it")
+        view = view[count:]
+
+
+def count_non_finite(values: Tensor) -> tuple[int, int]:
+    """How many values are NaN and how many are infinite."""
+    if values.numel() == 0:
+        return 0, 0
+    # The extremes are NaN or infinite if any value is; they come at memory speed, counting does not.
+    low, high = values.aminmax()
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return 0, 0
+    return int(values.isnan().sum()), int(values.isinf().sum())
+
+
+def describe_non_finite(not_a_number: int, infinite: int) -> str:
+    """`1 NaN and 2 infinite values`, or an empty string where there are none."""
+    kinds = [f"{count} {kind}" for count, kind in ((not_a_number, "NaN"), (infinite, "infinite")) if count]
+    return f"{' and '.join(kinds)} value{'s' if not_a_number + infinite > 1 else ''}" if kinds else ""
+
+
+def _listed(names: list[str], limit: int = 20) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

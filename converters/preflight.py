@@ -1,0 +1,318 @@
+"""Everything that could stop a conversion, found and told at once before any work; and the plan that remains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitnest_format.converters.base import Source
+from bitnest_format.converters.calibration import BUILTIN
+from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
+from bitnest_format.converters.rotation import hadamard_exists
+from bitnest_format.converters.work_folder import WorkFolder
+
+from bitnest_format.architecture import EMBEDDING, HEAD, Architecture
+from bitnest_format.errors import SourceError
+from bitnest_format.packing import CODES_PER_WORD
+
+PREFERRED_GROUP_SIZE = 128
+BYTES_PER_SCALE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePlan:
+    """A module to be quantized: `(outputs, inputs)` and the inputs that share one scale."""
+
+    shape: tuple[int, int]
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a conversion will produce. All sizes are in bytes, estimated with fp16 scales and without side files.
+
+    `fp16_bytes`: the source's tensors at two bytes an element. `work_bytes`: the disk space needed while the
+    checkpoint is assembled, when its parts and the finished shards lie side by side.
+    """
+
+    model_type: str
+    name: str | None
+    fingerprint: str
+    preferred_group_size: int
+    rotation: str
+    modules: Mapping[str, ModulePlan]
+    base_bytes: int
+    refinement_bytes: int
+    scale_bytes: int
+    unquantized_bytes: int
+    fp16_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        return {name: module.group_size for name, module in self.modules.items()}
+
+    @property
+    def draft_bytes(self) -> int:
+        return self.base_bytes + self.scale_bytes + self.unquantized_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.draft_bytes + self.refinement_bytes
+
+    @property
+    def work_bytes(self) -> int:
+        return 2 * self.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--dry-run --json`."""
+        sums = {name: getattr(self, name) for name in ("draft_bytes", "total_bytes", "work_bytes")}
+        return {**asdict(self), **sums}
+
+
+def preflight(source: Source, architecture: Architecture, options: ConvertOptions, output: Path) -> Plan:
+    """Check everything that can be checked before work starts, reading the source once from end to end.
+
+    Raises one `SourceError` that lists every problem.
+    """
+    problems = [
+        *_tensor_problems(source, architecture),
+        *_group_problems(architecture, options.group_size),
+        *_option_problems(architecture, options),
+        *_output_problems(source, output),
+    ]
+    inspection = source.inspect()
+    plan = _plan(source, architecture, options, inspection.fingerprint)
+    problems += [*inspection.problems, *_space_problems(plan, output)]
+    if problems:
+        raise SourceError(problems)
+    return plan
+
+
+def choose_group_size(inputs: int, preferred: int | None) -> int:
+    """The group size of a module with `inputs` columns.
+
+    `None` takes 128, or the larger of 64 and 32 that divides; a number is taken as it is; -1 is one group per row.
+    Raises `ValueError` where that leaves no group size.
+    """
+    if preferred == PER_ROW:
+        if inputs % CODES_PER_WORD:
+            raise ValueError(f"{inputs} inputs do not fill words of {CODES_PER_WORD} codes")
+        return inputs
+    for size in (PREFERRED_GROUP_SIZE, *FALLBACK_GROUP_SIZES) if preferred is None else (preferred,):
+        if inputs % size == 0:
+            return size
+    raise ValueError(f"{inputs} inputs cannot be divided into groups of {preferred or FALLBACK_GROUP_SIZES[-1]}")
+
+
+def render_plan(plan: Plan) -> str:
+    """The plan as text for a person."""
+    groups: dict[int, int] = {}
+    for module in plan.modules.values():
+        groups[module.group_size] = groups.get(module.group_size, 0) + 1
+    described = ", ".join(f"{count} with groups of {size}" for size, count in sorted(groups.items(), reverse=True))
+    rows = [
+        ("base planes", plan.base_bytes, ""),
+        ("scales", plan.scale_bytes, ""),
+        ("not quantized", plan.unquantized_bytes, ""),
+        ("draft view", plan.draft_bytes, _share(plan.draft_bytes, plan.fp16_bytes)),
+        ("refinement planes", plan.refinement_bytes, ""),
+        ("target view", plan.total_bytes, _share(plan.total_bytes, plan.fp16_bytes)),
+        ("source in fp16", plan.fp16_bytes, ""),
+        ("disk for the work", plan.work_bytes, "  parts and finished shards side by side"),
+    ]
+    lines = [
+        f"{plan.name or 'model'} ({plan.model_type}), rotation {plan.rotation}",
+        f"{len(plan.modules)} modules to quantize: {described}",
+        *(f"  {label:<18}{_megabytes(size):>12}{remark}" for label, size, remark in rows),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _plan(source: Source, architecture: Architecture, options: ConvertOptions, fingerprint: str) -> Plan:
+    """The plan as far as the sizes allow one: modules without a fitting group size count at the preferred one."""
+    preferred = PREFERRED_GROUP_SIZE if options.group_size is None else options.group_size
+    modules: dict[str, ModulePlan] = {}
+    weights = scales = 0
+    for name, (outputs, inputs) in architecture.modules():
+        try:
+            size = choose_group_size(inputs, options.group_size)
+        except ValueError:
+            size = inputs
+        modules[name] = ModulePlan(shape=(outputs, inputs), group_size=size)
+        weights += outputs * inputs
+        scales += outputs * (inputs // size)
+    return Plan(
+        model_type=architecture.model_type,
+        name=source.provenance.name,
+        fingerprint=fingerprint,
+        preferred_group_size=preferred,
+        rotation=options.rotation_kind,
+        modules=modules,
+        base_bytes=weights // 2,
+        refinement_bytes=weights // 2,
+        scale_bytes=scales * BYTES_PER_SCALE,
+        unquantized_bytes=sum(_kept_sizes(source, architecture, options)),
+        fp16_bytes=2 * sum(_elements(shape) for shape in architecture.tensors().values()),
+        notes=tuple(source.notes),
+    )
+
+
+def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[int]:
+    """The sizes of the tensors that stay as they are; a rotation gives a tied model a head of its own."""
+    quantized = {f"{name}.weight" for name, _ in architecture.modules()}
+    for name, shape in architecture.tensors().items():
+        if name not in quantized:
+            info = source.tensors.get(name)
+            copies = 2 if name == EMBEDDING and architecture.tied_embeddings and options.rotation != "none" else 1
+            yield copies * _elements(shape) * (info.dtype.itemsize if info else BYTES_PER_SCALE)
+
+
+def _tensor_problems(source: Source, architecture: Architecture) -> Iterator[str]:
+    expected = architecture.tensors()
+    missing = [name for name in expected if name not in source.tensors]
+    if HEAD in missing:
+        missing.remove(HEAD)
+        yield (
+            f"{HEAD}: missing although tie_word_embeddings is false. If the head shares the embedding, set "
+            "tie_word_embeddings to true in config.json; otherwise the source is incomplete."
+        )
+    if missing:
+        yield f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'} missing: {', '.join(missing)}"
+    wrong: dict[tuple[tuple[int, ...], tuple[int, ...], str], list[str]] = {}
+    for name, shape in expected.items():
+        if name in source.tensors and source.tensors[name].shape != shape:
+            key = (source.tensors[name].shape, shape, _config_fields(name, architecture))
+            wrong.setdefault(key, []).append(name)
+    for (found, shape, fields), names in wrong.items():
+        yield f"{', '.join(names)}: shape {list(found)}, expected {list(shape)} (config.json: {fields})"
+
+
+def _config_fields(name: str, architecture: Architecture) -> str:
+    """The config fields that decide a tensor's shape, with their values."""
+    hidden = f"hidden_size {architecture.hidden_size}"
+    head_dim = f"head_dim {architecture.head_dim}"
+    fields = {
+        "q_proj": f"num_attention_heads {architecture.heads}, {head_dim}, {hidden}",
+        "k_proj": f"num_key_value_heads {architecture.kv_heads}, {head_dim}, {hidden}",
+        "v_proj": f"num_key_value_heads {architecture.kv_heads}, {head_dim}, {hidden}",
+        "o_proj": f"{hidden}, num_attention_heads {architecture.heads}, {head_dim}",
+        "gate_proj": f"intermediate_size {architecture.intermediate_size}, {hidden}",
+        "up_proj": f"intermediate_size {architecture.intermediate_size}, {hidden}",
+        "down_proj": f"{hidden}, intermediate_size {architecture.intermediate_size}",
+        "q_norm": head_dim,
+        "k_norm": head_dim,
+        "embed_tokens": f"vocab_size {architecture.vocab_size}, {hidden}",
+        "lm_head": f"vocab_size {architecture.vocab_size}, {hidden}",
+    }
+    return fields.get(name.split(".")[-2], hidden)
+
+
+def _group_problems(architecture: Architecture, preferred: int | None) -> Iterator[str]:
+    """One problem that names every module whose inputs the groups do not divide."""
+    offending = []
+    for name, (_, inputs) in architecture.modules():
+        try:
+            choose_group_size(inputs, preferred)
+        except ValueError:
+            offending.append((name, inputs))
+    if not offending:
+        return
+    described = ", ".join(f"{name} ({inputs} inputs)" for name, inputs in offending)
+    if preferred is None:
+        sizes = ", ".join(map(str, (PREFERRED_GROUP_SIZE, *FALLBACK_GROUP_SIZES)))
+        yield f"no group size of {sizes} divides the inputs of {described}. {_fitting_sizes(architecture)}"
+    elif preferred == PER_ROW:
+        yield f"--group-size -1: rows must be multiples of {CODES_PER_WORD} inputs long: {described}"
+    else:
+        yield f"--group-size {preferred} does not divide the inputs of {described}. {_fitting_sizes(architecture)}"
+
+
+def _fitting_sizes(architecture: Architecture) -> str:
+    inputs = {shape[1] for _, shape in architecture.modules()}
+    common = [size for size in range(1024, 0, -8) if all(count % size == 0 for count in inputs)]
+    automatic = all(count % FALLBACK_GROUP_SIZES[-1] == 0 for count in inputs)
+    ways = [f"--group-size {common[0]} fits every module"] if common else []
+    if automatic:
+        ways.append("without --group-size each module gets the largest of 128, 64 and 32 that fits")
+    elif not common:
+        ways.append("no group size fits this model")
+    text = "; ".join(ways)
+    return f"{text[0].upper() if text[0] != '-' else text[0]}{text[1:]}."
+
+
+def _option_problems(architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
+    if options.rotation_kind == "hadamard":
+        sizes = {"hidden_size": architecture.hidden_size, "head_dim": architecture.head_dim}
+        bad = [f"{name} {size}" for name, size in sizes.items() if not hadamard_exists(size)]
+        if bad:
+            yield f"--rotation hadamard: no Hadamard matrix at hand for {', '.join(bad)}; use random"
+    file = options.rotation_file
+    if file is not None and not file.is_file():
+        yield f"--rotation spinquant: {file}: no such file"
+    needs_text = options.base == "gptq" or options.refinement == "feedback"
+    if needs_text and options.calibration != BUILTIN and not Path(options.calibration).is_file():
+        yield f"--calibration {options.calibration}: no such file"
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        yield f"--device {options.device}: cannot be used ({str(error).splitlines()[0]})"
+
+
+def _output_problems(source: Source, output: Path) -> Iterator[str]:
+    absolute = output.absolute()
+    try:
+        occupied = output.is_dir() and any(output.iterdir())
+    except OSError as error:
+        yield f"{output}: cannot be read ({error.strerror})"
+        return
+    if occupied:
+        yield f"{output}: exists and is not empty; nothing in it is overwritten. Give another folder, or empty it."
+    elif output.exists() and not output.is_dir():
+        yield f"{output}: is a file, expected a folder that does not exist yet"
+    where = source.location.resolve()
+    if absolute.resolve().is_relative_to(where):
+        yield f"{output}: lies inside the source {source.location}; give a folder outside of it"
+    parent = _existing_parent(absolute)
+    if not parent.is_dir():
+        yield f"{output}: {parent} is a file, expected a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield f"{output}: {parent} cannot be written to"
+
+
+def _space_problems(plan: Plan, output: Path) -> Iterator[str]:
+    """Free space against the estimate; what an earlier run left in its work folder is used again or deleted."""
+    parent = _existing_parent(output.absolute())
+    reusable = sum(path.stat().st_size for path in WorkFolder.beside(output).folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(parent).free
+    if free + reusable < plan.work_bytes:
+        yield (
+            f"{parent}: {_megabytes(free)} free, the conversion needs about {_megabytes(plan.work_bytes)} "
+            f"(twice the checkpoint, while it is assembled). Free some space or choose another disk."
+        )
+
+
+def _existing_parent(path: Path) -> Path:
+    """The closest folder above `path` that exists."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _share(size: int, whole: int) -> str:
+    return f"  {size / whole:.0%} of fp16" if whole else ""
