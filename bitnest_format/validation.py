@@ -91,11 +91,13 @@ class _Validation:
         self.findings: list[Finding] = []
         self.manifest: Manifest | None = None
         self.architecture: Architecture | None = None
+        self.required: dict[str, tuple[int, ...]] = {}
         self.indexes: dict[str, Any] = {}
         self.weight_maps: dict[str, dict[str, str]] = {}
         self.headers: dict[str, dict[str, TensorEntry]] = {}
         self.broken: set[str] = set()
         self.refused: set[str] = set()
+        self.misshapen: set[str] = set()
         self.stored: dict[str, tuple[str, TensorEntry]] = {}
         self.out_of_reach: set[str] = set()
 
@@ -166,6 +168,7 @@ class _Validation:
         self._check_block(config.get("quantization_config"))
         try:
             self.architecture = read_architecture(config)
+            self.required = self.architecture.tensors()
         except UnsupportedModelError as error:
             for problem in error.problems:
                 place, _, message = problem.removeprefix(f"{CONFIG_FILE}: ").partition(" ")
@@ -337,7 +340,7 @@ class _Validation:
         if draft_map is not None:
             for name in sorted(filter(_is_refinement, draft_map)):
                 self._add(DRAFT_INDEX, name, "is a refinement plane, which the draft view does not need")
-            wanted = {name for name in (target_map or self.stored) if not _is_refinement(name)}
+            wanted = {name for name in self.stored if not _is_refinement(name)}
             for name in sorted(wanted - draft_map.keys() - self.out_of_reach):
                 self._add(DRAFT_INDEX, name, "missing; a draft needs every tensor apart from the refinement planes")
 
@@ -356,11 +359,11 @@ class _Validation:
 
     def _check_architecture(self, architecture: Architecture) -> None:
         modules = self.manifest.modules if self.manifest else {}
-        required = architecture.tensors()
-        for name, shape in required.items():
+        for name, shape in self.required.items():
             module = modules.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             if module is not None:
                 if module.shape != shape:
+                    self.misshapen.add(name.removesuffix(".weight"))
                     self._add(
                         MANIFEST_FILE,
                         f"modules.{name.removesuffix('.weight')}.shape",
@@ -384,7 +387,7 @@ class _Validation:
                     f"missing; a {architecture.model_type} model needs it with shape {list(shape)}",
                 )
         for name in modules:
-            if f"{name}.weight" not in required:
+            if f"{name}.weight" not in self.required:
                 self._add(
                     MANIFEST_FILE,
                     f"modules.{name}",
@@ -442,19 +445,14 @@ class _Validation:
             )
 
     def _check_unquantized(self, manifest: Manifest) -> None:
-        planes = {
-            tensor: name
-            for name, module in manifest.modules.items()
-            for tensor in (*(plane.name for _, plane in _planes(module)), module.permutation)
-            if tensor
-        }
+        suffixes = (BASE_SUFFIX, SCALE_SUFFIX, REFINEMENT_SUFFIX, PERMUTATION_SUFFIX)
+        planes = {f"{name}.{suffix}": name for name in manifest.modules for suffix in suffixes}
         listed = set(manifest.unquantized)
         for name in manifest.unquantized:
             if name in planes:
                 self._add(MANIFEST_FILE, "unquantized", f"lists {name}, which belongs to {planes[name]}")
             elif name not in self.stored and self._in_reach(name):
                 self._add(MANIFEST_FILE, "unquantized", f"lists {name}, which no shard holds")
-        suffixes = (BASE_SUFFIX, SCALE_SUFFIX, REFINEMENT_SUFFIX, PERMUTATION_SUFFIX)
         for name, (shard, entry) in self.stored.items():
             if name in planes:
                 continue
@@ -477,54 +475,66 @@ class _Validation:
                 f"is {module.group_size}, which does not divide the module's {inputs} inputs",
             )
             return
-        assert self.manifest is not None
-        has_target = "target" in self.manifest.views
-        if has_target != (module.refinement is not None):
-            found, views = ("missing", "draft and target") if has_target else ("present", "draft alone")
-            self._add(MANIFEST_FILE, f"{place}.planes.refinement", f"{found}, though views are {views}")
+        self._check_names(name, module)
+        self._check_refinement_record(name, module)
+        if name in self.misshapen:
+            return
         words = (outputs, inputs // packing.CODES_PER_WORD)
-        self._check_plane_name(name, module)
-        base = self._tensor(f"{place}.planes.base", module.base.name, ("I32",), words)
-        scale = self._tensor(f"{place}.planes.scale", module.scale.name, SCALE_TYPES, (outputs, module.groups))
+        base = self._tensor(place, f"{name}.{BASE_SUFFIX}", ("I32",), words)
+        scale = self._tensor(place, f"{name}.{SCALE_SUFFIX}", SCALE_TYPES, (outputs, module.groups))
         refinement = None
         if module.refinement is not None:
-            refinement = self._tensor(f"{place}.planes.refinement", module.refinement.name, ("I32",), words)
-        self._check_bias(name, module)
+            refinement = self._tensor(place, f"{name}.{REFINEMENT_SUFFIX}", ("I32",), words)
+        if module.bias is not None:
+            self._tensor(place, f"{name}.bias", FLOAT_TYPES, (outputs,), load=False)
         if module.permutation is not None:
-            permutation = self._tensor(f"{place}.permutation", module.permutation, ("I32",), (inputs,))
-            if permutation is not None and not bool(
-                (permutation.sort().values == torch.arange(inputs, dtype=torch.int32)).all()
-            ):
-                shard = self.stored[module.permutation][0]
-                self._add(shard, module.permutation, f"is no permutation of the inputs 0 to {inputs - 1}")
+            self._check_permutation(place, f"{name}.{PERMUTATION_SUFFIX}", inputs)
         if scale is not None:
-            self._check_scale(module.scale.name, scale)
-        if base is not None and refinement is not None and module.refinement is not None:
-            self._check_pairs(module.refinement.name, base, refinement)
+            self._check_scale(f"{name}.{SCALE_SUFFIX}", scale)
+        if base is not None and refinement is not None:
+            self._check_pairs(f"{name}.{REFINEMENT_SUFFIX}", base, refinement)
         if self.deep:
-            for (role, plane), tensor in zip(_planes(module), (base, scale, refinement), strict=False):
+            for (suffix, plane), tensor in zip(_planes(module), (base, scale, refinement), strict=False):
                 if tensor is not None:
-                    self._check_digest(f"{place}.planes.{role}.sha256", plane, tensor)
+                    self._check_digest(f"{name}.{suffix}", plane, tensor)
 
-    def _check_plane_name(self, name: str, module: Module) -> None:
-        expected = {"base": BASE_SUFFIX, "scale": SCALE_SUFFIX, "refinement": REFINEMENT_SUFFIX}
-        names = [(f"planes.{role}.name", plane.name, expected[role]) for role, plane in _planes(module)]
-        names += [("bias", module.bias or f"{name}.bias", "bias")]
-        names += [("permutation", module.permutation or f"{name}.{PERMUTATION_SUFFIX}", PERMUTATION_SUFFIX)]
-        for place, found, suffix in names:
-            if found != f"{name}.{suffix}":
+    def _check_names(self, name: str, module: Module) -> None:
+        """The names of a module's tensors follow from its own; a record that says otherwise is wrong."""
+        roles = {BASE_SUFFIX: "base", SCALE_SUFFIX: "scale", REFINEMENT_SUFFIX: "refinement"}
+        for suffix, plane in _planes(module):
+            if plane.name != f"{name}.{suffix}":
                 self._add(
                     MANIFEST_FILE,
-                    f"modules.{name}.{place}",
-                    f"is {_quote.repr(found)}, expected {f'{name}.{suffix}'!r}",
+                    f"modules.{name}.planes.{roles[suffix]}.name",
+                    f"is {_quote.repr(plane.name)}, expected {f'{name}.{suffix}'!r}",
                 )
+        for field, found, suffix in (
+            ("bias", module.bias, "bias"),
+            ("permutation", module.permutation, PERMUTATION_SUFFIX),
+        ):
+            expected = f"{name}.{suffix}"
+            if found is None and expected in self.stored:
+                self._add(
+                    MANIFEST_FILE,
+                    f"modules.{name}.{field}",
+                    f"is null, but {self.stored[expected][0]} holds {expected}",
+                )
+            elif found is not None and found != expected:
+                self._add(MANIFEST_FILE, f"modules.{name}.{field}", f"is {_quote.repr(found)}, expected {expected!r}")
 
-    def _check_bias(self, name: str, module: Module) -> None:
-        if module.bias is not None:
-            self._tensor(f"modules.{name}.bias", module.bias, FLOAT_TYPES, (module.shape[0],), load=False)
-        elif f"{name}.bias" in self.stored:
-            shard = self.stored[f"{name}.bias"][0]
-            self._add(MANIFEST_FILE, f"modules.{name}.bias", f"is null, but {shard} holds {name}.bias")
+    def _check_refinement_record(self, name: str, module: Module) -> None:
+        assert self.manifest is not None
+        place = f"modules.{name}.planes.refinement"
+        recorded = module.refinement is not None
+        if "target" in self.manifest.views and not recorded:
+            self._add(MANIFEST_FILE, place, "missing, though views are draft and target")
+        if "target" not in self.manifest.views and (recorded or f"{name}.{REFINEMENT_SUFFIX}" in self.stored):
+            self._add(MANIFEST_FILE, place, "there is a refinement plane, though views are draft alone")
+
+    def _check_permutation(self, place: str, name: str, inputs: int) -> None:
+        permutation = self._tensor(place, name, ("I32",), (inputs,))
+        if permutation is not None and permutation.sort().values.tolist() != list(range(inputs)):
+            self._add(self.stored[name][0], name, f"is no permutation of the inputs 0 to {inputs - 1}")
 
     def _tensor(
         self, place: str, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...], load: bool = True
@@ -532,14 +542,13 @@ class _Validation:
         """The stored tensor where it is what it should be, or None, after findings."""
         if name not in self.stored:
             if self._in_reach(name):
-                self._add(MANIFEST_FILE, place, f"names {name}, which no shard holds")
+                self._add(MANIFEST_FILE, place, f"no shard holds {name}")
             return None
         shard, entry = self.stored[name]
         if entry.dtype not in dtypes:
             self._add(shard, name, f"dtype is {entry.dtype}, expected {' or '.join(dtypes)}")
         # A bias of a known layer was compared with the config already; once is enough.
-        known = self.architecture is not None and name in self.architecture.tensors() if not load else False
-        if entry.shape != shape and not known:
+        if entry.shape != shape and (load or name not in self.required):
             self._add(shard, name, f"shape is {list(entry.shape)}, expected {list(shape)}")
         if entry.dtype not in dtypes or entry.shape != shape or not load:
             return None
@@ -593,10 +602,10 @@ class _Validation:
                 "a negative refinement code beside the base code -8, where 0 to 7 are allowed",
             )
 
-    def _check_digest(self, place: str, plane: Plane, tensor: Tensor) -> None:
+    def _check_digest(self, name: str, plane: Plane, tensor: Tensor) -> None:
         found = hashlib.sha256(memoryview(tensor.flatten().view(torch.uint8).numpy())).hexdigest()
         if found != plane.sha256:
-            self._add(self.stored[plane.name][0], plane.name, f"{_digests(found, plane.sha256)} in {MANIFEST_FILE}")
+            self._add(self.stored[name][0], name, f"{_digests(found, plane.sha256)} in {MANIFEST_FILE}")
 
     def _in_reach(self, name: str) -> bool:
         """False where the tensor's absence follows from a file that is missing or broken."""
@@ -604,10 +613,10 @@ class _Validation:
 
 
 def _planes(module: Module) -> Iterator[tuple[str, Plane]]:
-    yield "base", module.base
-    yield "scale", module.scale
+    yield BASE_SUFFIX, module.base
+    yield SCALE_SUFFIX, module.scale
     if module.refinement is not None:
-        yield "refinement", module.refinement
+        yield REFINEMENT_SUFFIX, module.refinement
 
 
 def _is_refinement(name: str) -> bool:
