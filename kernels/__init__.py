@@ -1,1 +1,1 @@
-"""The operations of the runtime; `reference` holds their definitions in plain torch."""
+"""The arithmetic of one decoder step. `reference*` define every operation in plain torch, on any device."""

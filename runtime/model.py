@@ -1,0 +1,201 @@
+"""One forward pass of a nested decoder: token ids in, logits out, by either view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bitnest_format.architecture import (
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUT,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MLP_INPUTS,
+    MLP_OUTPUT,
+    read_architecture,
+)
+from bitnest_format.checkpoint import Checkpoint
+from bitnest_format.errors import CheckpointError, GenerationError
+from bitnest_format.kernels.reference import apply_rope, lm_head, rms_norm, silu_mul
+from bitnest_format.kernels.reference_attention import attention
+from bitnest_format.kernels.reference_linear import View
+from bitnest_format.runtime.kv_cache import KvCache
+from bitnest_format.runtime.linear import NestedLinear
+from bitnest_format.runtime.memory import available_bytes
+from bitnest_format.runtime.rope import RopeTable
+
+Unpack = Literal["auto", "load", "call"]
+
+# Tokens of a prompt that are computed together.
+PREFILL_ROWS = 256
+# The share of available memory that unpacked weights may take under `unpack="auto"`.
+UNPACKED_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The parameters of one decoder layer. `head_norm`: gains of query and key heads `[Q + K, D]`, or None."""
+
+    input_norm: Tensor
+    attention_inputs: NestedLinear
+    head_norm: Tensor | None
+    attention_output: NestedLinear
+    mlp_norm: Tensor
+    mlp_inputs: NestedLinear
+    mlp_output: NestedLinear
+    window: int | None
+
+
+class Decoder:
+    """The layers of one checkpoint, ready to run. Holds no state of any text: that is a `KvCache`.
+
+    `views`: those that will be asked for. `unpack`: `"load"` turns codes into float32 once (4 bytes a weight for each
+    view, and the head in float32), `"call"` keeps what is stored and unpacks at every call, `"auto"` takes the first
+    where it needs at most half of the memory now available. Both give the same bits.
+
+    Raises `CheckpointError` or `FileFormatError` for a broken checkpoint, `UnsupportedModelError` for a model outside
+    what can be run.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        views: tuple[View, ...],
+        unpack: Unpack = "auto",
+        device: torch.device | str = "cpu",
+    ):
+        self.architecture = read_architecture(checkpoint.config)
+        self.views = views
+        self.device = torch.device(device)
+        self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
+        self._checkpoint = checkpoint
+        self.rope = RopeTable(checkpoint.config, self.architecture, self.device)
+        head = EMBEDDING if self.architecture.tied_embeddings else HEAD
+        stored_head = self._tensor(head)
+        self.head_bytes = stored_head.nbytes
+        self.head = stored_head.float() if self.unpack == "load" else stored_head
+        self.embedding = self.head if head == EMBEDDING else self._tensor(EMBEDDING)
+        self.final_norm = self._tensor(FINAL_NORM).float()
+        self.layers = [self._load_layer(layer) for layer in range(self.architecture.layers)]
+        self.view_bytes = {view: self._view_bytes(view) for view in views}
+
+    def unpacked_bytes(self) -> int:
+        """Bytes of the float32 codes and the float32 head that `unpack="load"` keeps."""
+        weights = sum(outputs * inputs for _, (outputs, inputs) in self.architecture.modules())
+        return 4 * (len(self.views) * weights + self.architecture.vocab_size * self.architecture.hidden_size)
+
+    def new_cache(self) -> KvCache:
+        """An empty cache that fits this model."""
+        architecture = self.architecture
+        return KvCache(
+            layers=architecture.layers,
+            kv_heads=architecture.kv_heads,
+            head_dim=architecture.head_dim,
+            max_positions=architecture.max_positions,
+            keep_decoded=self.unpack == "load",
+            device=self.device,
+        )
+
+    def forward(self, ids: Tensor, position: int, cache: KvCache, view: View, fine_from: int = 0) -> Tensor:
+        """The final hidden states of `ids` `[M]` at positions `position .. position + M - 1`: float32 `[M, H]`.
+
+        Entries before `position` must be in the cache; those of `ids` are written to it, over what stood there.
+        `cache.length` is left to the caller. Cache entries from `fine_from` on are read at KV8, older ones at KV4. Up
+        to 16 rows are computed independently of each other, bit for bit.
+        """
+        size = self.architecture
+        rows, stop = ids.shape[0], position + ids.shape[0]
+        cache.reserve(stop)
+        cosine, sine = self.rope.rows(position, rows)
+        stream = self.embedding[ids].float()
+        turned_heads = size.heads + size.kv_heads
+        for number, layer in enumerate(self.layers):
+            normed = rms_norm(stream, layer.input_norm, size.norm_epsilon)
+            heads = layer.attention_inputs(normed, view).view(rows, -1, size.head_dim)
+            turned = heads[:, :turned_heads]
+            if layer.head_norm is not None:
+                turned = rms_norm(turned, layer.head_norm, size.norm_epsilon)
+            turned = apply_rope(turned, cosine, sine)
+            cache.append(number, turned[:, size.heads :], heads[:, turned_heads:], position)
+            keys, values = cache.read(number, stop, fine_from)
+            attended = attention(turned[:, : size.heads], keys, values, position, layer.window)
+            stream = stream + layer.attention_output(attended.view(rows, -1), view)
+            normed = rms_norm(stream, layer.mlp_norm, size.norm_epsilon)
+            stream = stream + layer.mlp_output(silu_mul(layer.mlp_inputs(normed, view)), view)
+        return rms_norm(stream, self.final_norm, size.norm_epsilon)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 `[M, H]` final hidden states -> float32 `[M, V]`. Raises `GenerationError` where one is NaN."""
+        logits = lm_head(hidden, self.head)
+        if bool(logits.isnan().any()):
+            raise GenerationError(
+                f"{self._checkpoint.folder.name}: the model's output is not a number. "
+                "Look for broken tensors with 'bitnest-format validate --deep'."
+            )
+        return logits
+
+    def prefill(self, ids: Tensor, cache: KvCache, view: View) -> Tensor:
+        """Run a whole prompt `[T]` into an empty cache, in pieces; the last token's logits `[V]`."""
+        hidden = torch.empty(0)
+        for first in range(0, ids.shape[0], PREFILL_ROWS):
+            piece = ids[first : first + PREFILL_ROWS]
+            hidden = self.forward(piece, first, cache, view)
+            cache.length = first + piece.shape[0]
+        return self.logits(hidden[-1:])[0]
+
+    def _load_layer(self, number: int) -> Layer:
+        prefix = f"model.layers.{number}"
+        architecture = self.architecture
+        input_norm, mlp_norm = architecture.norm_names(number)
+        return Layer(
+            input_norm=self._tensor(input_norm).float(),
+            attention_inputs=self._linear(prefix, ATTENTION_INPUTS),
+            head_norm=self._head_norm(number),
+            attention_output=self._linear(prefix, (ATTENTION_OUTPUT,)),
+            mlp_norm=self._tensor(mlp_norm).float(),
+            mlp_inputs=self._linear(prefix, MLP_INPUTS),
+            mlp_output=self._linear(prefix, (MLP_OUTPUT,)),
+            window=architecture.sliding_windows[number],
+        )
+
+    def _head_norm(self, number: int) -> Tensor | None:
+        names = self.architecture.head_norm_names(number)
+        if not names:
+            return None
+        query, key = (self._tensor(name).float() for name in names)
+        return torch.cat((query.expand(self.architecture.heads, -1), key.expand(self.architecture.kv_heads, -1)))
+
+    def _linear(self, prefix: str, linears: tuple[str, ...]) -> NestedLinear:
+        names = [f"{prefix}.{linear}" for linear in linears]
+        for name, linear in zip(names, linears, strict=True):
+            found, expected = self._checkpoint.module(name).shape, self.architecture.linear_shape(linear)
+            if found != expected:
+                raise CheckpointError(
+                    f"{name}: is {found[0]} x {found[1]}, config.json makes it {expected[0]} x {expected[1]}"
+                )
+        return NestedLinear(self._checkpoint, names, views=self.views, unpack=self.unpack, device=self.device)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self._checkpoint.tensor(name)
+        expected = self.architecture.tensors()[name]
+        if tuple(tensor.shape) != expected:
+            raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, config.json makes it {list(expected)}")
+        return tensor.to(self.device)
+
+    def _view_bytes(self, view: View) -> int:
+        linears = (
+            linear
+            for layer in self.layers
+            for linear in (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
+        )
+        return sum(linear.plane_bytes[view] for linear in linears)
+
+
+def _choose_unpack(unpack: Unpack, needed: int, device: torch.device) -> Literal["load", "call"]:
+    if unpack != "auto":
+        return unpack
+    return "load" if needed <= UNPACKED_SHARE * available_bytes(device) else "call"

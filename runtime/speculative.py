@@ -1,0 +1,108 @@
+"""The speculative loop: draft on the base plane, verify on both, keep what agrees, rewind.
+
+The cache holds the entries of every committed token but the newest, the *pending* one, whose entry its round writes.
+A round drafts gamma tokens from it, one by one; the target then computes the pending token and the drafts in one pass
+of gamma + 1 rows, writing their entries again; the drafts that the target accepts are committed, and one token more
+that is the target's own. With gamma 0 a round is plain decoding, and does the same arithmetic: that is why both give
+the same text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from bitnest_format.kernels.reference_linear import View
+from bitnest_format.runtime.kv_cache import KvCache, KvSettings
+from bitnest_format.runtime.model import Decoder
+from bitnest_format.runtime.sampling import Decider
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a run did: counts, bytes by the format's byte model, and seconds by phase."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    histogram: list[int] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0})
+
+
+class SpeculativeLoop:
+    """Decodes one sequence with a decoder and a cache; `view` is the one that decides the text.
+
+    `cache.length` counts the valid entries after every call. Where `view` is `"draft"` the base plane alone writes
+    the text and gamma must be 0.
+    """
+
+    def __init__(self, decoder: Decoder, decider: Decider, kv: KvSettings, view: View):
+        self.decoder = decoder
+        self.decider = decider
+        self.kv = kv
+        self.view = view
+        self.cache: KvCache = decoder.new_cache()
+        self.counters = Counters()
+
+    @torch.inference_mode()
+    def start(self, prompt: list[int]) -> int:
+        """Run the prompt and return the first new token, which is pending."""
+        began = time.perf_counter()
+        ids = torch.tensor(prompt, device=self.decoder.device)
+        logits = self.decoder.prefill(ids, self.cache, self.view)
+        _, token = self.decider.accept((), (), logits.unsqueeze(0))
+        self.counters.seconds["prefill"] += time.perf_counter() - began
+        return token
+
+    @torch.inference_mode()
+    def round(self, pending: int, gamma: int) -> list[int]:
+        """Draft `gamma` tokens, verify, rewind; the committed tokens, of which the last is pending."""
+        length = self.cache.length
+        began = time.perf_counter()
+        drafted, proposals = [], []
+        token = pending
+        for step in range(gamma):
+            token, proposal = self.decider.propose(self._pass([token], length + step, "draft")[0])
+            drafted.append(token)
+            proposals.append(proposal)
+        middle = time.perf_counter()
+        logits = self._pass([pending, *drafted], length, self.view)
+        count, following = self.decider.accept(drafted, proposals, logits)
+        self.cache.truncate(length + count + 1)
+        self._count(gamma, count, middle - began, time.perf_counter() - middle)
+        return [*drafted[:count], following]
+
+    def _pass(self, tokens: list[int], position: int, view: View) -> torch.Tensor:
+        stop = position + len(tokens)
+        fine_from = self.kv.draft_fine_from(stop) if view == "draft" else 0
+        self.counters.bytes_read += self.bytes_of_pass(stop, view, fine_from)
+        ids = torch.tensor(tokens, device=self.decoder.device)
+        return self.decoder.logits(self.decoder.forward(ids, position, self.cache, view, fine_from))
+
+    def bytes_of_pass(self, stop: int, view: View, fine_from: int) -> int:
+        """Bytes of the checkpoint and the cache that one pass must read, each once, whatever its rows share.
+
+        Planes, scales and biases of the view, the head as stored, and for every layer the `stop` cache entries (or
+        those inside its window): both planes and the scale from `fine_from` on, base plane and scale before. Norms and
+        embedding rows (below a thousandth) and this runtime's float32 copies do not count.
+        """
+        total = self.decoder.view_bytes[view] + self.decoder.head_bytes
+        fine, coarse = self.cache.entry_bytes(fine=True), self.cache.entry_bytes(fine=False)
+        for window in self.decoder.architecture.sliding_windows:
+            start = 0 if window is None else max(0, stop - window)
+            border = min(max(fine_from, start), stop)
+            total += (border - start) * coarse + (stop - border) * fine
+        return total
+
+    def _count(self, gamma: int, accepted: int, draft_seconds: float, verify_seconds: float) -> None:
+        counters = self.counters
+        counters.rounds += 1
+        counters.drafted += gamma
+        counters.accepted += accepted
+        counters.histogram += [0] * (accepted + 1 - len(counters.histogram))
+        counters.histogram[accepted] += 1
+        counters.seconds["draft"] += draft_seconds
+        counters.seconds["verify"] += verify_seconds
