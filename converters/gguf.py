@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
-from bitnest_format.converters.gguf_file import GGUF_MAGIC, GgufFile, GgufTensor, read_gguf
-from bitnest_format.converters.gguf_tokenizer import write_tokenizer
-from bitnest_format.converters.hf import READERS, Scan, count_non_finite, describe_non_finite
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, read_architecture
-from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
+from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
+from bitnest_format.converters.gguf_file import GGUF_MAGIC, GgufFile, GgufTensor, read_gguf
+from bitnest_format.converters.gguf_tokenizer import write_tokenizer
+from bitnest_format.converters.hf import READERS, Scan, count_non_finite, describe_non_finite
+from bitnest_format.errors import SourceError, UnsupportedModelError
 from bitnest_format.shards import write_json
 
 __all__ = ["GGUF_MAGIC", "GgufSource"]
@@ -134,7 +134,7 @@ class GgufSource:
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU: as stored for F32, F16 and BF16, otherwise dequantized to float32."""
         tensor = self._tensor(name)
-        values = _values(self._file, tensor).view(tensor.shape)
+        values = _decode(self._file.raw(tensor), tensor.type).view(tensor.shape)
         heads = self._interleaved_heads(name)
         return _undo_interleaving(values, heads) if heads else values
 
@@ -191,16 +191,22 @@ def _refuse_by_kind(name: str, file: GgufFile) -> None:
         )
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{name}: general.architecture is {architecture!r}; supported in GGUF files are {', '.join(ARCHITECTURES)}. "
-            "If the original model is of a supported type, convert that instead."
+            f"{name}: general.architecture is {architecture!r}; supported in GGUF files are "
+            f"{', '.join(ARCHITECTURES)}. If the original model is of a supported type, convert that instead."
         )
     if not file.tensors:
         raise SourceError(f"{name}: holds a vocabulary but no tensors; give the file with the weights")
     if metadata.get(f"{architecture}.expert_count", 0):
         raise UnsupportedModelError(
-            f"{name}: {architecture}.expert_count is {metadata[f'{architecture}.expert_count']}; mixtures of experts are "
-            "not supported"
+            f"{name}: {architecture}.expert_count is {metadata[f'{architecture}.expert_count']}; mixtures of experts "
+            "are not supported"
         )
+
+
+def _prediction_layers(file: GgufFile) -> int:
+    """How many of the counted layers only predict further tokens; they come last."""
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers", 0)
+    return count if isinstance(count, int) else 0
 
 
 class _Metadata:
@@ -245,7 +251,7 @@ def _config(name: str, file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": fields.count("feed_forward_length"),
-        "num_hidden_layers": fields.count("block_count") - int(file.metadata.get(f"{architecture}.nextn_predict_layers", 0)),
+        "num_hidden_layers": fields.count("block_count") - _prediction_layers(file),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.count("attention.head_count_kv", default=heads),
         "head_dim": head_dim,
@@ -293,7 +299,7 @@ def _rope(fields: _Metadata, file: GgufFile, head_dim: int) -> dict[str, Any]:
     elif kind != "none":
         fields.problems.append(f"{prefix}.scaling.type is {kind!r}, expected none, linear or yarn")
     if ROPE_FACTORS in file.tensors:
-        factors = _values(file, file.tensors[ROPE_FACTORS]).double().flatten()
+        factors = _decode(file.raw(file.tensors[ROPE_FACTORS]), file.tensors[ROPE_FACTORS].type).double().flatten()
         scaling = llama3_scaling(factors, theta, head_dim)
         if scaling is None or kind != "none":
             fields.problems.append(
@@ -352,7 +358,7 @@ def _hugging_face_names(file: GgufFile, layers: int, notes: list[str]) -> tuple[
         match = LAYER_TENSOR.match(stored)
         if stored in OUTER_NAMES:
             names[OUTER_NAMES[stored]] = stored
-        elif match and int(match[1]) >= layers and f"{file.metadata['general.architecture']}.nextn_predict_layers" in file.metadata:
+        elif match and layers <= int(match[1]) < layers + _prediction_layers(file):
             dropped.append(stored)
         elif match and match[2] in LAYER_NAMES:
             names[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = stored
@@ -371,17 +377,16 @@ def _unreadable_types(kinds: Mapping[GGMLQuantizationType, int]) -> Iterator[str
             dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
         except (NotImplementedError, ValueError, KeyError):
             yield (
-                f"{count} tensors are of type {kind.name}, which cannot be dequantized here. Give a file of another type, "
-                "such as F16, BF16 or Q8_0."
+                f"{count} tensors are of type {kind.name}, which cannot be dequantized here. Give a file of "
+                "another type, such as F16, BF16 or Q8_0."
             )
 
 
-def _values(file: GgufFile, tensor: GgufTensor, first_row: int = 0, rows: int | None = None) -> Tensor:
-    """Values of some rows (all by default), `[rows, row length]`, in the stored type or in float32."""
-    raw = file.raw(tensor, first_row, rows)
-    if tensor.type in PLAIN_TYPES:
-        return torch.from_numpy(raw).view(PLAIN_TYPES[tensor.type])
-    return torch.from_numpy(dequantize(raw, tensor.type))
+def _decode(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Tensor:
+    """Stored bytes `[rows, bytes per row]` as values `[rows, row length]`: in the stored type, or in float32."""
+    if kind in PLAIN_TYPES:
+        return torch.from_numpy(raw).view(PLAIN_TYPES[kind])
+    return torch.from_numpy(dequantize(raw, kind))
 
 
 def _scan(file: GgufFile, tensor: GgufTensor) -> Scan:
@@ -392,19 +397,16 @@ def _scan(file: GgufFile, tensor: GgufTensor) -> Scan:
     step = max(1, ELEMENTS_AT_ONCE // tensor.shape[-1])
     for first in range(0, total, step):
         raw = file.raw(tensor, first, step)
-        digest.update(memoryview(raw).cast("B"))
-        if tensor.type in PLAIN_TYPES:
-            values = torch.from_numpy(raw).view(PLAIN_TYPES[tensor.type])
-        else:
-            values = torch.from_numpy(dequantize(raw, tensor.type))
-        more = count_non_finite(values)
+        digest.update(raw.reshape(-1).data)
+        more = count_non_finite(_decode(raw, tensor.type))
         not_a_number, infinite = not_a_number + more[0], infinite + more[1]
     return Scan(digest.hexdigest(), describe_non_finite(not_a_number, infinite))
 
 
 def _undo_interleaving(rows: Tensor, heads: int) -> Tensor:
-    """Rows `[heads * head_dim, ...]` from pairs side by side (0, 1), (2, 3), ... back to first halves, second halves."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    """Rows `[heads * head_dim, ...]`: of each head's pairs (0, 1), (2, 3), ... all first members, then all second."""
+    values: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return values
 
 
 def _text(value: Any) -> str | None:

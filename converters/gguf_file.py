@@ -58,7 +58,9 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
-    def raw(self, tensor: GgufTensor, first_row: int = 0, rows: int | None = None) -> np.ndarray:
+    def raw(
+        self, tensor: GgufTensor, first_row: int = 0, rows: int | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The stored bytes of some rows (all by default), uint8 `[rows, bytes per row]`, in memory of their own."""
         count = _rows(tensor.shape)
         row_bytes = tensor.size // count
@@ -66,7 +68,7 @@ class GgufFile:
         data = np.empty(rows * row_bytes, dtype=np.uint8)
         with self.path.open("rb") as file:
             file.seek(tensor.start + first_row * row_bytes)
-            if file.readinto(data) != data.nbytes:
+            if file.readinto(data.data) != data.nbytes:
                 raise FileFormatError(f"{self.path.name}: ended while a tensor was read from it")
         return data.reshape(rows, row_bytes)
 
@@ -152,7 +154,7 @@ class _Walker:
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:
             raise self._broken(f"{name}: rows of shape {list(shape)} do not fill blocks of {block} ({kind.name})")
-        return _rows(shape) * (shape[-1] // block) * block_bytes
+        return int(_rows(shape) * (shape[-1] // block) * block_bytes)
 
     def _value(self, kind: gguf.GGUFValueType, depth: int = 0) -> Any:
         if kind == gguf.GGUFValueType.STRING:
@@ -179,7 +181,8 @@ class _Walker:
 
     def _numbers(self, dtype: str, count: int) -> list[Any]:
         raw = self._take(count * np.dtype(dtype).itemsize)
-        return np.frombuffer(raw, dtype=dtype).tolist()
+        numbers: list[Any] = np.frombuffer(raw, dtype=dtype).tolist()
+        return numbers
 
     def _take(self, count: int) -> bytes:
         if count > self.size - self.position:

@@ -73,7 +73,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> tuple[list[str
             raise
         failure = str(error)
     if failure:
-        return [], [f"its tokenizer could not be rebuilt ({failure}), so none was written; generating from text needs one"]
+        return [], [f"its tokenizer could not be rebuilt ({failure}); none was written, generating from text needs one"]
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", _config(metadata))
     return ["tokenizer.json", "tokenizer_config.json"], notes

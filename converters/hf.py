@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
 from torch import Tensor
 
 from bitnest_format.architecture import EMBEDDING, HEAD, SUPPORTED, Architecture, read_architecture
+from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
 from bitnest_format.manifest import MANIFEST_FILE
 from bitnest_format.shards import DTYPES, TensorEntry, inside, read_header, read_json
@@ -65,7 +65,7 @@ DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$")
 NUMBERED_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
-READ_BYTES = 1 << 24
+READ_BYTES = 1 << 20
 READERS = 2
 
 
@@ -95,14 +95,16 @@ class HuggingFaceSource:
         self.folder = folder
         self.location = folder
         self.notes: list[str] = []
-        self.config: Mapping[str, Any] = _read_config(folder)
+        stored_config = _read_config(folder)
+        # Code of the model's own is not copied, so the config of the result must not point to it.
+        self.config: Mapping[str, Any] = {key: value for key, value in stored_config.items() if key != "auto_map"}
         self.provenance = Provenance(
             kind="huggingface", name=name, revision=revision, license=_card_license(folder / "README.md")
         )
-        problems = _quantization_problems(folder, self.config)
+        problems = _quantization_problems(folder, stored_config)
         if problems:
             raise SourceError(problems)
-        architecture, problems = _architecture(self.config, self.notes)
+        architecture, problems = _architecture(stored_config, self.notes)
         stored, file_problems = _find_tensors(folder, self.notes)
         problems += file_problems
         if architecture is None or file_problems:
@@ -114,15 +116,13 @@ class HuggingFaceSource:
             raise SourceError(problems)
         # A tied head is compared with the embedding while the weights are read, but it is not a tensor of the model.
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(
-                shape=self._locations[name].entry.shape, dtype=DTYPES[self._locations[name].entry.dtype]
-            )
+            name: TensorInfo(shape=self._locations[name].entry.shape, dtype=DTYPES[self._locations[name].entry.dtype])
             for name in architecture.tensors()
             if name in self._locations
         }
         if not _side_files(folder, TOKENIZERS):
             self.notes.append(
-                "no tokenizer files (tokenizer.json, tokenizer.model or vocab.json): generating from text will need them"
+                "no tokenizer files (tokenizer.json, tokenizer.model or vocab.json): generating from text needs them"
             )
 
     def read(self, name: str) -> Tensor:
@@ -131,20 +131,22 @@ class HuggingFaceSource:
         data = torch.empty(location.entry.size, dtype=torch.uint8)
         with location.file.open("rb") as file:
             file.seek(location.entry.start)
-            _fill(file, memoryview(data.numpy()), location)
+            _fill(file, data.numpy().data, location)
         return data.view(DTYPES[location.entry.dtype]).view(location.entry.shape)
 
     def inspect(self) -> Inspection:
         """Read every tensor once, in the order of the files."""
-        names = sorted(self._locations, key=lambda name: (self._locations[name].file, self._locations[name].entry.start))
+        order = {name: (location.file, location.entry.start) for name, location in self._locations.items()}
+        in_file_order = sorted(order, key=order.__getitem__)
         with ThreadPoolExecutor(READERS) as pool:
-            results = dict(zip(names, pool.map(lambda name: _scan(self._locations[name]), names), strict=True))
+            scans = pool.map(lambda name: _scan(self._locations[name]), in_file_order)
+            results = dict(zip(in_file_order, scans, strict=True))
         problems = [*self._problems]
-        for name in self._locations:
+        for name in (*self.tensors, *(results.keys() - self.tensors.keys())):
             if results[name].bad:
-                file = self._locations[name].file.name
-                problems.append(f"{file}: {name}: {results[name].bad}, expected finite weights. Export the model again.")
-        if HEAD in self._locations and HEAD not in self.tensors:
+                where = f"{self._locations[name].file.name}: {name}"
+                problems.append(f"{where}: {results[name].bad}, expected finite weights. Export the model again.")
+        if HEAD in results and HEAD not in self.tensors and EMBEDDING in results:
             if results[HEAD].sha256 == results[EMBEDDING].sha256:
                 self.notes.append(f"{HEAD}: repeats the embedding it is tied to; left out")
             else:
@@ -230,7 +232,7 @@ def _method(settings: Any) -> str | None:
 
 def _already_quantized(method: str | None) -> str:
     if method == "bitnest":
-        return "quant_method is 'bitnest': the model is already converted. Load it as it is, or give the original model."
+        return "quant_method is 'bitnest': the model is already converted. Load it, or give the original model."
     found = f"the model is already quantized with {method!r}" if method else "the model is already quantized"
     return f"{found}, expected plain fp32, fp16 or bf16 weights. Give the original model instead."
 
@@ -368,7 +370,7 @@ def _no_weights(folder: Path) -> str:
     if pickles:
         return (
             f"{folder}: has its weights only as {_listed(pickles)}; these formats can carry code and are not opened. "
-            "Convert them to safetensors in an environment you trust: python -c \"from transformers import "
+            'Convert them to safetensors in an environment you trust: python -c "from transformers import '
             f"AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
             f".save_pretrained('{folder}-safetensors')\""
         )
@@ -408,7 +410,8 @@ def _type_problems(locations: Mapping[str, Location]) -> list[str]:
             by_type.setdefault(location.entry.dtype, []).append(name)
     return [
         f"stored as {dtype}{' (fp8)' if dtype.startswith('F8') else ''}, expected {', '.join(STORED_TYPES)}: "
-        f"{_listed(names)}. The model is already quantized; give the original instead."
+        f"{_listed(names)}. "
+        + ("Cast them to F32." if dtype == "F64" else "The model is already quantized; give the original instead.")
         for dtype, names in by_type.items()
     ]
 
@@ -427,7 +430,7 @@ def _is_prediction_layer(
 
 
 def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[str]:
-    way_out = "Pass --ignore-unknown-tensors to leave them out."
+    way_out = f"pass --ignore-unknown-tensors to leave {'it' if len(unknown) == 1 else 'them'} out."
     beyond = [name for name in unknown if (match := LAYER.match(name)) and int(match[1]) >= architecture.layers]
     inner = [name for name in unknown if name not in set(beyond)]
     problems = []
@@ -439,12 +442,12 @@ def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[st
         )
         problems.append(
             f"{_listed(inner)}: not part of a {architecture.model_type} model as config.json describes it, and leaving "
-            f"{'it' if len(inner) == 1 else 'them'} out may change what the model computes.{hint} {way_out}"
+            f"{'it' if len(inner) == 1 else 'them'} out may change what the model computes.{hint} Correct the source, or {way_out}"
         )
     if beyond:
         problems.append(
-            f"{_listed(beyond)}: beyond num_hidden_layers {architecture.layers} in config.json. Correct the config, or: "
-            f"{way_out}"
+            f"{_listed(beyond)}: beyond num_hidden_layers {architecture.layers} in config.json. Correct the config, "
+            f"or {way_out}"
         )
     return problems
 
@@ -488,7 +491,7 @@ def _scan(location: Location) -> Scan:
     digest = hashlib.sha256()
     not_a_number = infinite = 0
     buffer = torch.empty(min(READ_BYTES, location.entry.size), dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     with location.file.open("rb") as file:
         file.seek(location.entry.start)
         left = location.entry.size

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from bitnest_format.architecture import EMBEDDING, HEAD, Architecture
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import BUILTIN
 from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
 from bitnest_format.converters.rotation import hadamard_exists
 from bitnest_format.converters.work_folder import WorkFolder
-
-from bitnest_format.architecture import EMBEDDING, HEAD, Architecture
 from bitnest_format.errors import SourceError
 from bitnest_format.packing import CODES_PER_WORD
 

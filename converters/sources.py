@@ -7,7 +7,6 @@ from pathlib import Path
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.gguf import GGUF_MAGIC, GgufSource
 from bitnest_format.converters.hf import CONFIG_FILE, HuggingFaceSource
-
 from bitnest_format.errors import SourceError
 
 
