@@ -81,10 +81,15 @@ def encode_refinement(weight: Tensor, base: Tensor, scale: Tensor) -> Tensor:
     return torch.maximum(fine, refinement_floor(base)).clamp_max(REFINEMENT_MAX).to(torch.int8)
 
 
-def saturation(weight: Tensor, base: Tensor, scale: Tensor) -> float:
-    """The share of weights whose rounded residual lies outside the range of its refinement code, 0..1."""
+def saturated(weight: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+    """Where the rounded residual lies outside the range of its refinement code: bool `[O, I]`."""
     fine = _residual_in_fine_steps(weight, base, scale).round()
-    return float(((fine < refinement_floor(base)) | (fine > REFINEMENT_MAX)).float().mean())
+    return (fine < refinement_floor(base)) | (fine > REFINEMENT_MAX)
+
+
+def saturation(weight: Tensor, base: Tensor, scale: Tensor) -> float:
+    """The share of weights that are `saturated`, 0..1."""
+    return float(saturated(weight, base, scale).float().mean())
 
 
 def compose(base: Tensor, refinement: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from bitnest_format.converters.gptq_solver import HessianSum
 from torch import Tensor, nn
+
+from bitnest_format.converters.gptq_solver import HessianSum
 
 TOKENS_AT_ONCE = 4096
 

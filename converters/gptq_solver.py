@@ -1,16 +1,20 @@
 """Quantization with error feedback: GPTQ (arXiv 2210.17323) for the base plane, and again for the refinement.
 
-Both planes are found by one walk over the input columns. A column is rounded, its error is divided by the
-matching diagonal entry of the Cholesky factor of the inverse Hessian, and the columns that follow are moved to
-make up for it. For the base the walk chooses `q4` and a scale per group. For the refinement the base stays as
-it is, the goal is the original weight, and the walk chooses `16 * q4 + qr` within the range the base leaves open.
+Both planes minimise `tr(E^T H E)` with `E = W - Q` and `H` the damped mean outer product of the layer's inputs.
 
-Works on transposed weights `[I, O]`, so that a column of inputs is contiguous. Nothing here touches files.
+A *walk* visits the input columns once: a column is rounded, its error is divided by the matching diagonal entry of
+the Cholesky factor of `H^-1`, and the columns that follow are moved to make up for it. *Sweeps* of coordinate
+descent follow: every column is chosen again, given all others (QuantEase, arXiv 2309.01885, without its relaxations),
+and the base's scales are refitted. For the base the codes are `q4`. For the refinement the base stays as it is, the
+goal is the original weight, and the codes are `16 * q4 + qr` within the range that the base leaves open.
+
+Weights are transposed here, `[I, O]`, so that a column of inputs is contiguous, and divided by the scale while a
+group is worked on, so that a code is one rounding away. Nothing here touches files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +100,14 @@ class Base:
     scale: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """`codes` int8 `[O, I]`; `clipped` float32 `[O]`, the share of each row's codes that met their limit."""
+
+    codes: Tensor
+    clipped: Tensor
+
+
 def solve_base(
     weight: Tensor,
     factor: InverseFactor | None,
@@ -110,46 +122,82 @@ def solve_base(
 
     A group's scale is chosen when the walk reaches the group, from the weights as moved so far (`search`: the
     best of `SHRINK_FACTORS`, otherwise `max|w| / 7`). `bound` limits the distance, in steps, between the
-    original weight and its code. `sweeps` passes of coordinate descent follow, each of which also refits the
-    scales.
+    original weight and its code.
     """
-    plane = _BasePlane(weight, group_size, scale_type, search, bound)
-    _walk(plane.goal, factor, group_size, plane.enter_group, plane.choose)
+    plane = _BasePlane(weight.T.contiguous(), group_size, scale_type, search, bound)
+    _walk(plane, factor)
     if factor is not None:
         for _ in range(sweeps):
-            _sweep(plane.goal, plane.values(), factor.hessian, group_size, plane.refit_group, plane.choose)
+            _sweep(plane, factor.hessian)
     return Base(plane.codes.T.to(torch.int8).contiguous(), plane.scale.T.contiguous())
 
 
-class _BasePlane:
-    """Codes `[I, O]` and scales `[G, O]` in the making, with the range that each code may take."""
+def solve_refinement(weight: Tensor, factor: InverseFactor, base: Tensor, scale: Tensor, sweeps: int = 0) -> Refinement:
+    """The refinement plane by error feedback over a fixed base.
 
-    def __init__(self, weight: Tensor, group_size: int, scale_type: torch.dtype, search: bool, bound: float | None):
-        self.goal = weight.T.contiguous()
-        self.group_size, self.scale_type, self.search, self.bound = group_size, scale_type, search, bound
-        self.codes = torch.empty_like(self.goal)
-        self.scale = self.goal.new_empty(self.goal.shape[0] // group_size, self.goal.shape[1])
-        self.lowest = torch.full_like(self.goal, BASE_MIN)
-        self.highest = torch.full_like(self.goal, BASE_MAX)
+    `weight` float32 and `base` int8 `[O, I]`, `scale` float32 `[O, G]`.
+    """
+    goal = weight.T.contiguous()
+    plane = _Plane(goal, goal.shape[0] // scale.shape[1])
+    base_part = STEPS_PER_BASE_STEP * base.T.float()
+    plane.scale = (scale / STEPS_PER_BASE_STEP).T.contiguous()
+    plane.lowest = base_part + refinement_floor(base).T
+    plane.highest = base_part + REFINEMENT_MAX
+    _walk(plane, factor)
+    for _ in range(sweeps):
+        _sweep(plane, factor.hessian)
+    codes = (plane.codes - base_part).T.to(torch.int8).contiguous()
+    return Refinement(codes, (plane.wanted != plane.codes).float().mean(dim=0))
+
+
+class _Plane:
+    """Integer codes in the making, `[I, O]` float32, with one scale per group and the range of each code.
+
+    `wanted` is what a code would be without its range.
+    """
+
+    def __init__(self, goal: Tensor, group_size: int):
+        self.goal = goal
+        self.group_size = group_size
+        self.codes = torch.zeros_like(goal)
+        self.wanted = torch.zeros_like(goal)
+        self.lowest = torch.full_like(goal, BASE_MIN)
+        self.highest = torch.full_like(goal, BASE_MAX)
+        self.scale = goal.new_empty(goal.shape[0] // group_size, goal.shape[1])
+
+    def enter_group(self, start: int, moved: Tensor) -> None:
+        """Called when the walk reaches a group, with its weights as moved so far."""
+
+    def refit_group(self, start: int, pull: Tensor, hessian: Tensor) -> None:
+        """Called when a sweep reaches a group: `pull` is its rows of `H E`, `hessian` its block of `H`."""
+
+    def choose(self, column: int, value: Tensor) -> Tensor:
+        """Give a column the allowed codes nearest to `value` (in steps) and return them."""
+        wanted = torch.round(value, out=self.wanted[column])
+        return torch.clamp(wanted, self.lowest[column], self.highest[column], out=self.codes[column])
+
+    def values(self, rows: slice) -> Tensor:
+        return self.codes[rows] * self.scale[rows.start // self.group_size]
+
+
+class _BasePlane(_Plane):
+    """The base: its scales are chosen here, and its codes stay within `bound` steps of the goal."""
+
+    def __init__(self, goal: Tensor, group_size: int, scale_type: torch.dtype, search: bool, bound: float | None):
+        super().__init__(goal, group_size)
+        self.scale_type, self.search, self.bound = scale_type, search, bound
 
     def enter_group(self, start: int, moved: Tensor) -> None:
         self._set_scale(start, group_scales(moved, self.scale_type, self.search))
 
-    def refit_group(self, start: int, pull: Tensor, hessian: Tensor) -> Tensor:
-        """Move a group's scale to where the weighted error is least for its present codes; returns its values.
-
-        `pull` is the group's rows of `H (W - Q)`, `hessian` its block of `H`. The least-squares scale is
-        `s + c^T pull / (c^T H c)`.
-        """
-        group = start // self.group_size
+    def refit_group(self, start: int, pull: Tensor, hessian: Tensor) -> None:
+        """Move the scale to where the error is least for the present codes: `s + c^T pull / (c^T H c)`."""
         codes = self.codes[start : start + self.group_size]
         curvature = (codes * (hessian @ codes)).sum(dim=0)
         step = torch.where(curvature > 0, (codes * pull).sum(dim=0) / curvature, 0.0)
-        old = self.scale[group]
-        # A scale far from the old one means that the codes no longer fit it; such steps are left out.
-        moved = torch.where((step.abs() < 0.5 * old), old + step, old)
-        self._set_scale(start, round_scale(moved, self.scale_type))
-        return codes * self.scale[group]
+        old = self.scale[start // self.group_size]
+        # A step of half the scale means that the codes no longer fit it; the least-squares answer is left out there.
+        self._set_scale(start, round_scale(torch.where(step.abs() < old / 2, old + step, old), self.scale_type))
 
     def _set_scale(self, start: int, scale: Tensor) -> None:
         self.scale[start // self.group_size] = scale
@@ -159,49 +207,61 @@ class _BasePlane:
             self.lowest[rows] = (steps - self.bound).ceil().clamp(BASE_MIN, BASE_MAX)
             self.highest[rows] = (steps + self.bound).floor().clamp(BASE_MIN, BASE_MAX)
 
-    def choose(self, column: int, wanted: Tensor) -> Tensor:
-        step = self.scale[column // self.group_size]
-        code = self.codes[column]
-        torch.div(wanted, step, out=code).round_()
-        torch.minimum(torch.maximum(code, self.lowest[column], out=code), self.highest[column], out=code)
-        return code * step
 
-    def values(self) -> Tensor:
-        return self.codes * self.scale.repeat_interleave(self.group_size, dim=0)
+def _blocks(plane: _Plane) -> Iterator[tuple[int, slice]]:
+    """Runs of columns that are worked on together: `(start of their group, rows)`; none crosses a group."""
+    inputs, size = plane.goal.shape[0], plane.group_size
+    for start in range(0, inputs, size):
+        for first in range(start, start + size, WALK_BLOCK):
+            yield start, slice(first, min(first + WALK_BLOCK, start + size))
 
 
-def solve_refinement(
-    weight: Tensor, factor: InverseFactor, base: Tensor, scale: Tensor, sweeps: int = 0
-) -> tuple[Tensor, float]:
-    """The refinement plane by error feedback over a fixed base.
+def _walk(plane: _Plane, factor: InverseFactor | None) -> None:
+    """Choose every column once, in order, moving later ones to make up for errors.
 
-    `weight` float32 and `base` int8 `[O, I]`, `scale` float32 `[O, G]` -> int8 `[O, I]` and the share of codes
-    that had to be clipped. `sweeps` passes of coordinate descent follow the walk.
+    Movements reach the columns of the same block at once and later blocks when the block is done, so a group
+    starts with all earlier movements applied.
     """
-    goal = weight.T.contiguous()
-    group_size = goal.shape[0] // scale.shape[1]
-    fine = (scale / STEPS_PER_BASE_STEP).T.contiguous()
-    base_part = STEPS_PER_BASE_STEP * base.T.float()
-    lowest = base_part + refinement_floor(base).T
-    highest = base_part + REFINEMENT_MAX
-    codes = torch.empty_like(goal)
-    clipped = torch.empty_like(goal, dtype=torch.bool)
+    moved = plane.goal.clone()
+    for start, rows in _blocks(plane):
+        if rows.start == start:
+            plane.enter_group(start, moved[start : start + plane.group_size])
+        scale = plane.scale[start // plane.group_size]
+        steps = moved[rows] / scale
+        if factor is None:
+            for offset, column in enumerate(range(rows.start, rows.stop)):
+                plane.choose(column, steps[offset])
+            continue
+        block = factor.upper[rows, rows]
+        errors = torch.empty_like(steps)
+        for offset, reciprocal in enumerate((1 / block.diagonal()).tolist()):
+            codes = plane.choose(rows.start + offset, steps[offset])
+            error = torch.sub(steps[offset], codes, out=errors[offset]).mul_(reciprocal)
+            steps[offset + 1 :].addr_(block[offset, offset + 1 :], error, alpha=-1)
+        moved[rows.stop :].addmm_(factor.upper[rows, rows.stop :].T, errors * scale, alpha=-1)
 
-    def choose(column: int, wanted: Tensor) -> Tensor:
-        step = fine[column // group_size]
-        code = torch.div(wanted, step).round_()
-        codes[column] = torch.minimum(torch.maximum(code, lowest[column]), highest[column])
-        clipped[column] = code != codes[column]
-        return codes[column] * step
 
-    def values() -> Tensor:
-        return codes * fine.repeat_interleave(group_size, dim=0)
+def _sweep(plane: _Plane, hessian: Tensor) -> None:
+    """Choose every column again by coordinate descent; the error never grows while the scales stand still.
 
-    _walk(goal, factor, group_size, lambda start, moved: None, choose)
-    for _ in range(sweeps):
-        _sweep(goal, values(), factor.hessian, group_size, None, choose)
-    refinement = (codes - base_part).T.to(torch.int8).contiguous()
-    return refinement, float(clipped.float().mean())
+    With `P = H E`, column `j` alone would best become `Q[j] + P[j] / H[j, j]`. Scales are refitted at the start of a
+    group where the group is one block.
+    """
+    error = torch.cat([plane.goal[rows] - plane.values(rows) for _, rows in _blocks(plane)])
+    for start, rows in _blocks(plane):
+        block = hessian[rows, rows]
+        pull = hessian[rows] @ error
+        if rows.stop - rows.start == plane.group_size:
+            plane.refit_group(start, pull, block)
+            refitted = plane.goal[rows] - plane.values(rows)
+            pull.addmm_(block, refitted - error[rows])
+        pull /= plane.scale[start // plane.group_size]
+        codes = plane.codes[rows].clone()
+        for offset, diagonal in enumerate(block.diagonal().tolist()):
+            best = torch.add(codes[offset], pull[offset], alpha=1 / diagonal)
+            change = plane.choose(rows.start + offset, best) - codes[offset]
+            pull[offset + 1 :].addr_(block[offset, offset + 1 :], change, alpha=-1)
+        error[rows] = plane.goal[rows] - plane.values(rows)
 
 
 def group_scales(moved: Tensor, scale_type: torch.dtype, search: bool) -> Tensor:
@@ -223,72 +283,3 @@ def group_scales(moved: Tensor, scale_type: torch.dtype, search: bool) -> Tensor
         best = torch.where(better, scale, best)
         best_error = torch.where(better, error, best_error)
     return best
-
-
-def _walk(
-    weight: Tensor,
-    factor: InverseFactor | None,
-    group_size: int,
-    enter_group: Callable[[int, Tensor], None],
-    choose: Callable[[int, Tensor], Tensor],
-) -> None:
-    """Visit the columns of transposed `weight` `[I, O]` in order, moving later ones to make up for errors.
-
-    `choose(column, moved)` returns the value that the column gets. Movements reach the columns of the same
-    block at once and later blocks when the block is done; a group starts with all earlier movements applied.
-    """
-    moved = weight.clone()
-    inputs = weight.shape[0]
-    for start in range(0, inputs, group_size):
-        enter_group(start, moved[start : start + group_size])
-        for first in range(start, start + group_size, WALK_BLOCK):
-            last = min(first + WALK_BLOCK, start + group_size)
-            _walk_block(moved, first, last, factor.upper if factor else None, choose)
-
-
-def _walk_block(
-    moved: Tensor, first: int, last: int, upper: Tensor | None, choose: Callable[[int, Tensor], Tensor]
-) -> None:
-    if upper is None:
-        for column in range(first, last):
-            choose(column, moved[column])
-        return
-    errors = torch.empty_like(moved[first:last])
-    diagonal = upper.diagonal()[first:last].tolist()
-    for offset, column in enumerate(range(first, last)):
-        value = choose(column, moved[column])
-        error = torch.sub(moved[column], value, out=errors[offset]).div_(diagonal[offset])
-        moved[column + 1 : last].addr_(upper[column, column + 1 : last], error, alpha=-1)
-    moved[last:].addmm_(upper[first:last, last:].T, errors, alpha=-1)
-
-
-def _sweep(
-    goal: Tensor,
-    values: Tensor,
-    hessian: Tensor,
-    group_size: int,
-    refit_group: Callable[[int, Tensor, Tensor], Tensor] | None,
-    choose: Callable[[int, Tensor], Tensor],
-) -> None:
-    """One pass of coordinate descent on `tr(E^T H E)`, `E = goal - values`: every column is chosen again.
-
-    With `P = H E`, column `j` alone would best become `values[j] + P[j] / H[j, j]`; it gets the nearest value
-    that `choose` allows, so the error never grows (QuantEase, arXiv 2309.01885, without its relaxations).
-    `refit_group(start, P rows, H block)` may change a group's scale first and returns the group's new values.
-    """
-    error = goal - values
-    diagonal = hessian.diagonal().tolist()
-    for start in range(0, goal.shape[0], group_size):
-        for first in range(start, start + group_size, WALK_BLOCK):
-            rows = slice(first, min(first + WALK_BLOCK, start + group_size))
-            block = hessian[rows, rows]
-            pull = hessian[rows] @ error
-            if refit_group is not None and group_size <= WALK_BLOCK:
-                refitted = goal[rows] - refit_group(start, pull, block)
-                pull += block @ (refitted - error[rows])
-                error[rows] = refitted
-            for offset, column in enumerate(range(rows.start, rows.stop)):
-                old = goal[column] - error[column]
-                new = choose(column, old + pull[offset] / diagonal[column])
-                error[column] = goal[column] - new
-                pull.addr_(block[offset], new - old, alpha=-1)

@@ -442,7 +442,8 @@ def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[st
         )
         problems.append(
             f"{_listed(inner)}: not part of a {architecture.model_type} model as config.json describes it, and leaving "
-            f"{'it' if len(inner) == 1 else 'them'} out may change what the model computes.{hint} Correct the source, or {way_out}"
+            f"{'it' if len(inner) == 1 else 'them'} out may change what the model computes.{hint} Correct the "
+            f"source, or {way_out}"
         )
     if beyond:
         problems.append(

@@ -20,20 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitnest_format.converters import gptq_solver
-from bitnest_format.converters.base import Source
-from bitnest_format.converters.calibration import Calibration, load_calibration
-from bitnest_format.converters.float_model import FloatModel
-from bitnest_format.converters.options import ConvertOptions
-from bitnest_format.converters.preflight import Plan, preflight
-from bitnest_format.converters.rotation import (
-    Rotation,
-    make_rotation,
-    rotate_embedding,
-    rotate_head,
-    rotate_layer,
-)
-from bitnest_format.converters.work_folder import Part, WorkFolder
 from torch import Tensor
 
 from bitnest_format import __version__, nesting, packing
@@ -55,6 +41,20 @@ from bitnest_format.checkpoint import (
     CheckpointWriter,
     checkpoint_config,
 )
+from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.base import Source
+from bitnest_format.converters.calibration import Calibration, load_calibration
+from bitnest_format.converters.float_model import FloatModel
+from bitnest_format.converters.options import ConvertOptions
+from bitnest_format.converters.preflight import Plan, preflight
+from bitnest_format.converters.rotation import (
+    Rotation,
+    make_rotation,
+    rotate_embedding,
+    rotate_head,
+    rotate_layer,
+)
+from bitnest_format.converters.work_folder import Part, WorkFolder
 from bitnest_format.errors import BitnestError
 from bitnest_format.manifest import Manifest, Module, Plane
 from bitnest_format.shards import tensor_sha256
@@ -251,21 +251,16 @@ class _Conversion:
             bound=options.base_bound,
             sweeps=options.base_sweeps,
         )
-        feedback = options.refinement == "feedback" and factor is not None
-        first = 0
-        for count in outputs:
-            rows = slice(first, first + count)
-            first += count
-            part, codes, scale = weight[rows], base.codes[rows], base.scale[rows]
-            if feedback:
-                assert factor is not None
-                refinement, clipped = gptq_solver.solve_refinement(
-                    part, factor, codes, scale, options.refinement_sweeps
-                )
-            else:
-                refinement = nesting.encode_refinement(part, codes, scale)
-                clipped = nesting.saturation(part, codes, scale)
-            yield codes, refinement, scale.to(scale_type), clipped
+        if options.refinement == "feedback" and factor is not None:
+            solved = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, options.refinement_sweeps)
+            refinement, clipped = solved.codes, solved.clipped
+        else:
+            refinement = nesting.encode_refinement(weight, base.codes, base.scale)
+            clipped = nesting.saturated(weight, base.codes, base.scale).float().mean(dim=1)
+        for codes, fine, scale, share in zip(
+            *(tensor.split(outputs) for tensor in (base.codes, refinement, base.scale, clipped)), strict=True
+        ):
+            yield codes, fine, scale.to(scale_type), float(share.mean())
 
     def _warn_about_hessian(self, names: list[str], factor: gptq_solver.InverseFactor | None) -> None:
         where = ", ".join(names)

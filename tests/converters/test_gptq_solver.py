@@ -137,7 +137,7 @@ def test_refinement_feedback_and_sweeps_lower_the_error_of_the_target() -> None:
     base = gptq_solver.solve_base(weight, factor, group_size=64, scale_type=F16)
     refinements = [nesting.encode_refinement(weight, base.codes, base.scale)]
     refinements += [
-        gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, sweeps)[0] for sweeps in (0, 1, 3)
+        gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, sweeps).codes for sweeps in (0, 1, 3)
     ]
     errors = [
         _error(weight, nesting.target_weight(base.codes, codes, base.scale), factor.hessian) for codes in refinements
@@ -151,7 +151,7 @@ def test_sweeps_reach_the_optimum_of_a_small_problem() -> None:
     hessian = torch.tensor([[1.0, 0.6], [0.6, 1.0]])
     factor = _factor(hessian)
     base, scale = torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([[0.125]])
-    found, _ = gptq_solver.solve_refinement(weight, factor, base, scale, sweeps=4)
+    found = gptq_solver.solve_refinement(weight, factor, base, scale, sweeps=4).codes
 
     def error(codes: Tensor) -> float:
         return _error(weight, nesting.target_weight(base, codes, scale), factor.hessian)
@@ -173,9 +173,10 @@ def test_refinement_never_changes_or_leaves_the_base(outputs: int, groups: int, 
     factor = _factor(hessian, 0.1)
     base = gptq_solver.solve_base(weight, factor, group_size=size, scale_type=F16, sweeps=1)
     kept = base.codes.clone()
-    refinement, clipped = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, sweeps=1)
+    solved = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, sweeps=1)
+    refinement = solved.codes
     assert torch.equal(base.codes, kept)
-    assert 0 <= clipped <= 1
+    assert solved.clipped.shape == (outputs,) and bool(((solved.clipped >= 0) & (solved.clipped <= 1)).all())
     assert not bool(nesting.forbidden_pairs(base.codes, refinement).any())
     assert int(refinement.min()) >= -8 and int(refinement.max()) <= 7
     assert bool(((16 * base.codes.int() + refinement) // 16 >= base.codes.int() - 1).all())
@@ -224,7 +225,7 @@ def test_dead_columns_are_rounded_to_nearest() -> None:
         hessian[:, column] = 0
     factor = _factor(hessian)
     base = gptq_solver.solve_base(weight, factor, group_size=128, scale_type=F16)
-    refinement, _ = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale)
+    refinement = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale).codes
     target = nesting.target_weight(base.codes, refinement, base.scale)
     for column in (5, 70):
         assert torch.equal(base.codes[:, column], nesting.encode_base(weight, base.scale)[:, column])

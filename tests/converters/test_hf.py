@@ -346,7 +346,8 @@ def test_pointer_in_place_of_a_tokenizer(tmp_path: Path, tiny_model: Make) -> No
     write_single(tmp_path, tiny_model())
     (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     assert problems_of(tmp_path) == [
-        "tokenizer.model: a Git LFS pointer, the file itself was not downloaded. Run 'git lfs pull' or download it again."
+        "tokenizer.model: a Git LFS pointer, the file itself was not downloaded. Run 'git lfs pull' or download it "
+        "again."
     ]
 
 
@@ -354,7 +355,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path, tiny_model: Make) ->
     source = HuggingFaceSource(write_single(tmp_path, tiny_model()))
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(SourceError, match="^model.safetensors: ended while a tensor was read from it$"):
+    with pytest.raises(SourceError, match=r"^model\.safetensors: ended while a tensor was read from it$"):
         source.inspect()
 
 
@@ -432,8 +433,8 @@ def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path, tiny_model: 
     for file in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"):
         (tmp_path / file).write_bytes(b"\x80\x04.")
     assert problems_of(tmp_path) == [
-        f"{tmp_path}: has its weights only as pytorch_model-00001-of-00002.bin, pytorch_model-00002-of-00002.bin; these "
-        "formats can carry code and are not opened. Convert them to safetensors in an environment you trust: "
+        f"{tmp_path}: has its weights only as pytorch_model-00001-of-00002.bin, pytorch_model-00002-of-00002.bin; "
+        "these formats can carry code and are not opened. Convert them to safetensors in an environment you trust: "
         f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{tmp_path}', dtype='auto')"
         f".save_pretrained('{tmp_path}-safetensors')\""
     ]
@@ -485,8 +486,8 @@ def test_biases_the_config_does_not_announce(tmp_path: Path, tiny_model: Make) -
     names = [f"model.layers.{layer}.self_attn.q_proj.bias" for layer in range(2)]
     (problem,) = problems_of(write_single(tmp_path, (config, {**tensors, **{name: torch.ones(256) for name in names}})))
     assert problem == (
-        f"{names[0]}, {names[1]}: not part of a llama model as config.json describes it, and leaving them out may change "
-        "what the model computes. Biases count only where attention_bias or mlp_bias in config.json says so. "
+        f"{names[0]}, {names[1]}: not part of a llama model as config.json describes it, and leaving them out may "
+        "change what the model computes. Biases count only where attention_bias or mlp_bias in config.json says so. "
         "Correct the source, or pass --ignore-unknown-tensors to leave them out."
     )
 
@@ -578,8 +579,8 @@ def test_config_that_is_no_object(tmp_path: Path, content: bytes) -> None:
                 "model_type": "foo",
                 "text_config": {"hidden_size": 256},
             },
-            "config.json: model_type is 'foo' (FooForConditionalGeneration); supported are llama, mistral, qwen2, qwen3. "
-            "Its language model is nested under text_config: export that part alone and convert it.",
+            "config.json: model_type is 'foo' (FooForConditionalGeneration); supported are llama, mistral, qwen2, "
+            "qwen3. Its language model is nested under text_config: export that part alone and convert it.",
         ),
         (
             {"num_attention_heads": None},
@@ -587,13 +588,13 @@ def test_config_that_is_no_object(tmp_path: Path, content: bytes) -> None:
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            "config.json: rope_theta is 10000.0 but rope_parameters.rope_theta is 1000000.0; keep the one the model was "
-            "trained with",
+            "config.json: rope_theta is 10000.0 but rope_parameters.rope_theta is 1000000.0; keep the one the model "
+            "was trained with",
         ),
         (
             {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
-            "config.json: model_type is 'phi3' (Phi3ForCausalLM); supported are llama, mistral, qwen2, qwen3. Phi-3 fuses "
-            "its query, key and value matrices; split them first.",
+            "config.json: model_type is 'phi3' (Phi3ForCausalLM); supported are llama, mistral, qwen2, qwen3. Phi-3 "
+            "fuses its query, key and value matrices; split them first.",
         ),
     ],
     ids=["nested", "no heads", "two thetas", "phi3"],
@@ -626,8 +627,8 @@ def test_custom_code_of_a_known_model_is_not_executed(tmp_path: Path, tiny_model
     (folder / "modeling_x.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     source = HuggingFaceSource(folder)
     assert source.notes == [
-        "config.json: auto_map names code of the model's own (configuration_x.py, modeling_x.py); it is neither executed "
-        "nor copied (there is no trust_remote_code), the model is read as llama"
+        "config.json: auto_map names code of the model's own (configuration_x.py, modeling_x.py); it is neither "
+        "executed nor copied (there is no trust_remote_code), the model is read as llama"
     ]
     assert "auto_map" not in source.config
 
