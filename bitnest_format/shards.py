@@ -176,7 +176,7 @@ def write_json(path: Path, data: Any) -> None:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The little-endian bytes of a tensor as they are stored, without a copy where it is contiguous."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    return flat.view(torch.uint8).numpy().data
 
 
 def tensor_sha256(tensor: Tensor) -> str:

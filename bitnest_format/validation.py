@@ -11,7 +11,6 @@ Tensors are read one at a time.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import reprlib
@@ -44,7 +43,7 @@ from bitnest_format.errors import (
     UsageError,
 )
 from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module, Plane, check_readable, schema_findings
-from bitnest_format.shards import DTYPES, TensorEntry, file_sha256, inside, read_header, read_json
+from bitnest_format.shards import DTYPES, TensorEntry, file_sha256, inside, read_header, read_json, tensor_sha256
 
 WHOLE_FILE = "(file)"
 SHARD_PATTERN = "bitnest-base-0000i-of-0000n.safetensors or bitnest-refinement-0000i-of-0000n.safetensors"
@@ -603,7 +602,7 @@ class _Validation:
             )
 
     def _check_digest(self, name: str, plane: Plane, tensor: Tensor) -> None:
-        found = hashlib.sha256(memoryview(tensor.flatten().view(torch.uint8).numpy())).hexdigest()
+        found = tensor_sha256(tensor)
         if found != plane.sha256:
             self._add(self.stored[name][0], name, f"{_digests(found, plane.sha256)} in {MANIFEST_FILE}")
 

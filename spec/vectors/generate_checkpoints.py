@@ -39,6 +39,7 @@ WHOLE = "(file)"
 Files = dict[str, bytes]
 Header = dict[str, Any]
 Found = tuple[str, str, str]
+Step = Callable[[Any], object]
 
 
 @dataclass
@@ -180,7 +181,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def shard(tensors: dict[str, Stored], plane: str, edit: Callable[[Header], None] | None = None) -> bytes:
+def shard(tensors: dict[str, Stored], plane: str, edit: Step | None = None) -> bytes:
     """The bytes of a safetensors file."""
     header: Header = {"__metadata__": {"format": "pt", "bitnest_format_version": "1.0", "bitnest_planes": plane}}
     position = 0
@@ -264,7 +265,7 @@ def write_family(files: Files, plane: str, tensors: dict[str, Stored], count: in
     names = list(tensors)
     step = -(-len(names) // count) or 1
     runs = [names[first : first + step] for first in range(0, len(names), step)]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, run in enumerate(runs, start=1):
         file = f"bitnest-{plane}-{number:05d}-of-{len(runs):05d}.safetensors"
         files[file] = shard({name: tensors[name] for name in run}, plane)
@@ -283,10 +284,10 @@ class Case:
     name: str
     description: str
     findings: list[Found]
-    build: Callable[[Build], None] = lambda build: None
-    files: Callable[[Files], None] = lambda files: None
-    manifest: Callable[[dict[str, Any]], None] = lambda manifest: None
-    last: Callable[[Files], None] = lambda files: None
+    build: Step = lambda build: None
+    files: Step = lambda files: None
+    manifest: Step = lambda manifest: None
+    last: Step = lambda files: None
     start: Callable[[], Build] = model
     deep: bool = False
 
@@ -304,7 +305,7 @@ class Case:
         return files
 
 
-def edit_json(name: str, edit: Callable[[Any], Any]) -> Callable[[Files], None]:
+def edit_json(name: str, edit: Step) -> Step:
     """A step that changes a parsed JSON file in place, or replaces it by what `edit` returns."""
 
     def step(files: Files) -> None:
@@ -315,7 +316,7 @@ def edit_json(name: str, edit: Callable[[Any], Any]) -> Callable[[Files], None]:
     return step
 
 
-def edit_header(name: str, edit: Callable[[Header], None]) -> Callable[[Files], None]:
+def edit_header(name: str, edit: Step) -> Step:
     """A step that changes the header of a shard and leaves its data as they are."""
 
     def step(files: Files) -> None:
@@ -328,15 +329,15 @@ def edit_header(name: str, edit: Callable[[Header], None]) -> Callable[[Files], 
     return step
 
 
-def remove(name: str) -> Callable[[Files], None]:
-    return lambda files: files.pop(name) and None
+def remove(name: str) -> Step:
+    return lambda files: files.pop(name)
 
 
-def put(name: str, data: bytes) -> Callable[[Files], None]:
+def put(name: str, data: bytes) -> Step:
     return lambda files: files.update({name: data})
 
 
-def both(*steps: Callable[[Any], None]) -> Callable[[Any], None]:
+def both(*steps: Step) -> Step:
     def step(target: Any) -> None:
         for each in steps:
             each(target)
@@ -344,7 +345,7 @@ def both(*steps: Callable[[Any], None]) -> Callable[[Any], None]:
     return step
 
 
-def set_at(*path: Any) -> Callable[[Any], None]:
+def set_at(*path: Any) -> Step:
     """A step that sets the value at a path of keys; the last argument is the value."""
     *keys, last, value = path
 
@@ -356,7 +357,7 @@ def set_at(*path: Any) -> Callable[[Any], None]:
     return step
 
 
-def delete_at(*path: Any) -> Callable[[Any], None]:
+def delete_at(*path: Any) -> Step:
     def step(data: Any) -> None:
         for key in path[:-1]:
             data = data[key]
@@ -387,7 +388,14 @@ def two_modules() -> Build:
 
 
 def valid_cases() -> list[Case]:
-    everything = {"hidden": 32, "heads": 2, "head_dim": 16, "intermediate": 64, "quantized": LINEARS, "group_size": 32}
+    everything: dict[str, Any] = {
+        "hidden": 32,
+        "heads": 2,
+        "head_dim": 16,
+        "intermediate": 64,
+        "quantized": LINEARS,
+        "group_size": 32,
+    }
     permutation = [(5 * column + 3) % 16 for column in range(16)]
     later = {"format_version": "1.7", "spin": {"kind": "from the future"}}
     fold = {"kind": "random", "seed": 3, "sha256": "0" * 64, "folded": ["R1", "R2"], "online": []}
@@ -451,10 +459,10 @@ def valid_cases() -> list[Case]:
 
 
 def manifest_cases() -> list[Case]:
-    def at(name: str, description: str, place: str, message: str, step: Callable[[Any], None], **kw: Any) -> Case:
+    def at(name: str, description: str, place: str, message: str, step: Step, **kw: Any) -> Case:
         return Case(f"manifest-{name}", description, [(MANIFEST, place, message)], manifest=step, **kw)
 
-    def raw(name: str, description: str, message: str, step: Callable[[Files], None]) -> Case:
+    def raw(name: str, description: str, message: str, step: Step) -> Case:
         return Case(f"manifest-{name}", description, [(MANIFEST, WHOLE, message)], last=step)
 
     down = f"modules.{DOWN}"
@@ -668,7 +676,7 @@ def digests(found: bytes, expected: bytes) -> str:
 
 
 def config_cases() -> list[Case]:
-    def at(name: str, description: str, place: str, message: str, edit: Callable[[Any], Any], **kw: Any) -> Case:
+    def at(name: str, description: str, place: str, message: str, edit: Step, **kw: Any) -> Case:
         return Case(f"config-{name}", description, [(CONFIG, place, message)], files=edit_json(CONFIG, edit), **kw)
 
     block = "quantization_config"
@@ -734,16 +742,16 @@ def config_cases() -> list[Case]:
 
 
 def index_cases() -> list[Case]:
-    def at(name: str, description: str, found: list[Found], file: str, edit: Callable[[Any], Any], **kw: Any) -> Case:
+    def at(name: str, description: str, found: list[Found], file: str, edit: Step, **kw: Any) -> Case:
         return Case(f"index-{name}", description, found, files=edit_json(file, edit), **kw)
 
     def rename(data: Any, new: str) -> None:
         data["weight_map"] = {k: new if v == BASE else v for k, v in data["weight_map"].items()}
 
-    def set_total(change: int) -> Callable[[Any], None]:
+    def set_total(change: int) -> Step:
         return lambda data: data["metadata"].update(total_size=data["metadata"]["total_size"] + change)
 
-    def drop(name: str, size: int) -> Callable[[Any], None]:
+    def drop(name: str, size: int) -> Step:
         return both(delete_at("weight_map", name), set_total(-size))
 
     outside = (
@@ -874,16 +882,16 @@ def shard_cases() -> list[Case]:
     size = len(files_of(model())[0][BASE])
     again = "Download it again."
 
-    def at(name: str, description: str, message: str, step: Callable[[Files], None], place: str = WHOLE) -> Case:
+    def at(name: str, description: str, message: str, step: Step, place: str = WHOLE) -> Case:
         return Case(f"shard-{name}", description, [(BASE, place, message)], files=step)
 
-    def cut(keep: int) -> Callable[[Files], None]:
+    def cut(keep: int) -> Step:
         return lambda files: files.update({BASE: files[BASE][:keep]})
 
-    def head(text: str) -> Callable[[Files], None]:
+    def head(text: str) -> Step:
         return lambda files: files.update({BASE: with_header(text, b"")})
 
-    def move(name: str, start: int, end: int) -> Callable[[Files], None]:
+    def move(name: str, start: int, end: int) -> Step:
         return edit_header(BASE, lambda header: header[name]["data_offsets"].__setitem__(slice(None), [start, end]))
 
     def mixed(build: Build) -> None:
@@ -1004,10 +1012,10 @@ def repeat_tensor(files: Files) -> None:
 
 
 def tensor_cases() -> list[Case]:
-    def at(name: str, description: str, found: list[Found], build: Callable[[Build], None], **kw: Any) -> Case:
+    def at(name: str, description: str, found: list[Found], build: Step, **kw: Any) -> Case:
         return Case(f"tensor-{name}", description, found, build=build, **kw)
 
-    def scale(value: float, kind: str = "F16") -> Callable[[Build], None]:
+    def scale(value: float, kind: str = "F16") -> Step:
         def step(build: Build) -> None:
             build.nested[DOWN].scale_type = kind
             build.nested[DOWN].scale[3][0] = value
@@ -1026,10 +1034,10 @@ def tensor_cases() -> list[Case]:
         build.nested[DOWN].q4[2][5], build.nested[DOWN].qr[2][5] = -8, -1
         build.nested[DOWN].q4[7][0], build.nested[DOWN].qr[7][0] = -8, -8
 
-    def plain(name: str, dtype: str, shape: list[int], data: bytes) -> Callable[[Build], None]:
+    def plain(name: str, dtype: str, shape: list[int], data: bytes) -> Step:
         return lambda build: build.plain.update({name: Stored(dtype, shape, data)})
 
-    def retype(name: str, dtype: str, shape: list[int], file: str = BASE) -> Callable[[Files], None]:
+    def retype(name: str, dtype: str, shape: list[int], file: str = BASE) -> Step:
         return edit_header(file, lambda header: header[name].update(dtype=dtype, shape=shape))
 
     def not_finite(build: Build) -> None:
@@ -1097,7 +1105,7 @@ def tensor_cases() -> list[Case]:
             "missing",
             "no final norm anywhere",
             [(TARGET, norm, "missing; a llama model needs it with shape [8]")],
-            lambda b: b.plain.pop(norm) and None,
+            lambda b: b.plain.pop(norm),
         ),
         at(
             "shape",
