@@ -59,7 +59,10 @@ TREE := build/typecheck
 typecheck: $(VENV)/.installed-lint
 	@rm -rf $(TREE) && mkdir -p $(TREE)/bitnest_format
 	@ln -s $(CURDIR)/bitnest_format/*.py $(CURDIR)/bitnest_format/py.typed $(TREE)/bitnest_format/
-	@ln -s $(CURDIR)/spec $(CURDIR)/converters $(CURDIR)/runtime $(CURDIR)/kernels $(TREE)/bitnest_format/
+	@for folder in spec converters runtime kernels; do \
+	  mkdir $(TREE)/bitnest_format/$$folder && \
+	  ln -s $(CURDIR)/$$folder/*.py $(TREE)/bitnest_format/$$folder/ || exit; \
+	done
 	cd $(TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 
 clean:

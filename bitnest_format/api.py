@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from bitnest_format import hub
 
 if TYPE_CHECKING:
-    from bitnest_format.runtime.generate import NestedModel
-
-View = Literal["nested", "target", "draft"]
+    from bitnest_format.runtime.generate import NestedModel, OpenView
+    from bitnest_format.runtime.model import Unpack
 
 
 def load(
     path_or_repo_id: str,
     *,
-    view: View = "nested",
+    view: OpenView = "nested",
     revision: str | None = None,
     device: str = "cpu",
-    unpack: str = "auto",
+    unpack: Unpack = "auto",
 ) -> NestedModel:
     """Open a checkpoint for generation.
 
@@ -27,8 +26,8 @@ def load(
         base plane alone; `draft` downloads and reads only the base shards.
     revision: branch, tag or commit of the repository; refused for a local folder.
     device: where to compute.
-    unpack: whether weights are unpacked to one code a byte while loading (faster, about twice the memory) or at each
-        use; `auto` decides by the memory that is free.
+    unpack: when codes are unpacked: `load` (faster, more memory), `call` (at each use), or `auto`, which decides by the
+        memory that is free.
 
     Returns a model whose `generate(prompt, max_new_tokens=..., gamma=4, ...)` gives the text, the token ids and the
     run's statistics. Greedy output of `nested` equals that of `target` token for token.

@@ -12,8 +12,9 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,6 +23,8 @@ from bitnest_format.errors import BitnestError, UsageError
 
 if TYPE_CHECKING:
     from bitnest_format.hub import Location
+    from bitnest_format.runtime.generate import Generation, OpenView
+    from bitnest_format.runtime.model import Unpack
 
 DEBUG_VARIABLE = "BITNEST_DEBUG"
 INTERRUPTED_STATUS = 130
@@ -233,7 +236,7 @@ def convert(
 
 @main.command(epilog=example("bitnest-format validate ./SmolLM2-BitNest --deep"))
 @click.argument("checkpoint")
-@click.option("--deep", is_flag=True, help="Read every byte too: hashes, scales, forbidden code pairs.")
+@click.option("--deep", is_flag=True, help="Check the SHA-256 of every file and plane too.")
 @revision_option
 @json_option
 @click.pass_context
@@ -244,6 +247,7 @@ def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | No
     Exit status 0: valid, 1: invalid, 2: wrong call.
     """
     from bitnest_format import hub
+    from bitnest_format.report import render_findings
     from bitnest_format.validation import validate as find_faults
 
     folder = _checkpoint_folder(checkpoint, revision, hub.CHECKPOINT_FILES)
@@ -252,10 +256,10 @@ def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | No
         listed = [{"file": f.file, "place": f.place, "message": f.message} for f in findings]
         click.echo(_json({"path": checkpoint, "deep": deep, "valid": not findings, "findings": listed}))
     elif findings:
-        click.echo("\n".join(map(str, findings)))
+        click.echo(render_findings(findings))
         click.echo(f"{checkpoint}: invalid, {len(findings)} finding{'s' * (len(findings) > 1)}", err=True)
     else:
-        click.echo(f"{checkpoint}: valid" + ("" if deep else " (contents of the planes not read: use --deep)"))
+        click.echo(f"{checkpoint}: valid" + ("" if deep else " (hashes not checked: use --deep)"))
     ctx.exit(1 if findings else 0)
 
 
@@ -271,9 +275,89 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
     """
     from bitnest_format import hub, report
 
-    folder = _checkpoint_folder(checkpoint, revision, hub.CHECKPOINT_FILES)
-    inspected = report.inspect_checkpoint(folder, tensor)
-    click.echo(_json(report.to_dict(inspected)) if as_json else report.render(inspected))
+    patterns = hub.CHECKPOINT_FILES if tensor else hub.DRAFT_FILES
+    inspected = report.inspect_checkpoint(_checkpoint_folder(checkpoint, revision, patterns), tensor)
+    click.echo(_json(inspected.to_dict()) if as_json else report.render(inspected))
+
+
+@main.command(epilog=example('bitnest-format generate ./SmolLM2-BitNest --stats --prompt "Why do birds build nests?"'))
+@click.argument("checkpoint")
+@click.option("--prompt", metavar="TEXT", help="The text to continue or to answer.")
+@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file; - is stdin.")
+@click.option("--system", metavar="TEXT", help="System message, put before the prompt by the chat template.")
+@click.option(
+    "--chat/--raw",
+    default=None,
+    show_default="chat where the checkpoint has a chat template",
+    help="Wrap the prompt into the chat template, or continue it as it is.",
+)
+@click.option(
+    "--view",
+    type=click.Choice(["nested", "target", "draft"]),
+    default="nested",
+    help="Speculative decoding from both planes, plain decoding from both, or from the base plane alone.",
+)
+@click.option("--gamma", type=int, show_default="the checkpoint's, mostly 4", help="Tokens drafted in a round.")
+@click.option("--max-new-tokens", type=int, default=256, help="Most tokens to generate.")
+@click.option("--temperature", type=float, default=0.0, help="0 is greedy; above it samples.")
+@click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that together have this probability.")
+@click.option("--seed", type=int, default=0, help="Seed of sampling.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option("--kv-switch", type=int, show_default="8192", help="Cache entries up to which drafts read KV8.")
+@click.option("--recent", type=int, show_default="0", help="Newest entries that drafts read at KV8 beyond that.")
+@click.option(
+    "--unpack",
+    type=click.Choice(["auto", "load", "call"]),
+    default="auto",
+    help="Unpack weights while loading (faster, more memory) or at each call.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
+@click.option("--stats", is_flag=True, help="Print acceptance, tokens a round and bytes read a token on stderr.")
+@revision_option
+@json_option
+def generate(
+    checkpoint: str,
+    /,
+    prompt: str | None,
+    prompt_file: IO[str] | None,
+    system: str | None,
+    chat: bool | None,
+    view: OpenView,
+    kv_switch: int | None,
+    recent: int | None,
+    unpack: Unpack,
+    device: str,
+    stats: bool,
+    revision: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Generate text from a nested CHECKPOINT.
+
+    The text is streamed to stdout as it becomes certain. At temperature 0 the nested view writes exactly what the
+    target view writes.
+    """
+    text = _prompt_text(prompt, prompt_file)
+    if system is not None and chat is False:
+        raise UsageError("--system needs the chat template, which --raw turns off. Leave one of them out.")
+    from bitnest_format import api, hub
+    from bitnest_format.runtime.kv_cache import KvSettings
+
+    given = {"draft_switch_length": kv_switch, "recent": recent}
+    kv = KvSettings(**{name: value for name, value in given.items() if value is not None})
+    patterns = hub.DRAFT_FILES if view == "draft" else hub.CHECKPOINT_FILES
+    folder = _checkpoint_folder(checkpoint, revision, patterns)
+    model = api.load(str(folder), view=view, device=device, unpack=unpack)
+    messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    stream = None if as_json else partial(click.echo, nl=False)
+    result = model.generate(messages or text, chat=chat, kv=kv, stream=stream, **options)
+    if as_json:
+        click.echo(_json(_generation(result)))
+    else:
+        click.echo()
+    if stats:
+        click.echo(_stats_text(result), err=True)
 
 
 def _was_given(ctx: click.Context, name: str) -> bool:
@@ -333,6 +417,47 @@ def _conversion_text(summary: dict[str, Any]) -> str:
         if summary[name] is not None:
             lines.append(f"  {label}: {summary[name]:.2%}")
     lines.append(f"  time: {summary['seconds']:.0f} s")
+    return "\n".join(lines)
+
+
+def _prompt_text(prompt: str | None, prompt_file: IO[str] | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise UsageError("give the prompt with either --prompt or --prompt-file")
+    if prompt is not None:
+        return prompt
+    assert prompt_file is not None
+    try:
+        return prompt_file.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{prompt_file.name}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _generation(result: Generation) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_dict(),
+    }
+
+
+def _stats_text(result: Generation) -> str:
+    """The statistics, each with its definition where the name alone does not say it."""
+    stats = result.stats
+    lines = [f"{stats.prompt_tokens} prompt tokens, {stats.new_tokens} new, ended by {result.finish_reason}"]
+    if stats.acceptance is not None:
+        drafted = f"accepted drafts / drafted tokens = {stats.accepted} / {stats.drafted}, gamma {stats.gamma}"
+        lines.append(f"acceptance {stats.acceptance:.3f} ({drafted})")
+    if stats.tokens_per_round is not None:
+        lines.append(f"{stats.tokens_per_round:.2f} tokens a round, {stats.rounds} rounds")
+    if stats.acceptance is not None:
+        lengths = ", ".join(f"{length}: {count}" for length, count in enumerate(stats.accepted_lengths))
+        lines.append(f"rounds by drafts accepted: {lengths}")
+    if stats.bytes_per_token is not None:
+        lines.append(f"{stats.bytes_per_token / 1e6:.1f} MB read a token, by the format's byte model")
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stats.seconds.items())
+    pace = "" if stats.tokens_per_second is None else f"; {stats.tokens_per_second:.1f} tokens/s after the prompt"
+    lines.append(f"{phases}{pace}; cache {stats.cache_bytes / 1e6:.1f} MB")
     return "\n".join(lines)
 
 

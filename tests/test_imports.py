@@ -143,8 +143,10 @@ def reads_text(call: ast.Call) -> bool:
     if name != "open":
         return False
     method = isinstance(call.func, ast.Attribute)
-    if method and isinstance(call.func.value, ast.Name) and call.func.value.id in ("os", "tarfile", "zipfile"):
-        return False
+    if method and isinstance(call.func.value, ast.Name):
+        owner = call.func.value.id
+        if owner in ("os", "tarfile", "zipfile") or owner[0].isupper():  # not a text file; a constructor of a class
+            return False
     mode = next((k.value for k in call.keywords if k.arg == "mode"), None)
     positional = call.args[0 if method else 1 :]
     mode = mode or (positional[0] if positional else None)
