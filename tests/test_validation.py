@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -277,7 +278,7 @@ def test_no_json_content_makes_it_raise(seed, files, tmp_path):
         parent = document
         for key in path[:-1]:
             parent = parent[key]
-        value = generator.choice(VALUES)
+        value = copy.deepcopy(generator.choice(VALUES))
         if generator.random() < 0.2 and isinstance(parent, dict) and isinstance(value, str):
             parent[value] = parent.pop(path[-1])
             document.setdefault("", {})
