@@ -50,6 +50,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+LAYER = re.compile(r"^blk\.(\d+)\.")
 LAYER_TENSOR = re.compile(r"^blk\.(\d+)\.([a-z_]+)\.(weight|bias)$")
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -105,8 +106,8 @@ class GgufSource:
                 f"{'it' if len(unknown) == 1 else 'them'} out may change what the model computes. "
                 "Pass --ignore-unknown-tensors to leave them out."
             )
-        kinds = Counter(self._tensor(name).type for name in self._names)
-        problems = [f"{path.name}: {problem}" for problem in _unreadable_types(kinds)]
+        used = {stored: self._file.tensors[stored].type for stored in self._names.values()}
+        problems = [f"{path.name}: {problem}" for problem in _unreadable_types(used)]
         if problems:
             raise SourceError(problems)
         self.tensors: Mapping[str, TensorInfo] = {
@@ -116,9 +117,9 @@ class GgufSource:
             for name in known
             if name in self._names
         }
-        packed = {kind.name: count for kind, count in kinds.items() if kind not in PLAIN_TYPES}
+        packed = Counter(kind.name for kind in used.values() if kind not in PLAIN_TYPES)
         if packed:
-            described = ", ".join(f"{count} tensors {kind}" for kind, count in sorted(packed.items()))
+            described = ", ".join(f"{kind} in {count} tensors" for kind, count in sorted(packed.items()))
             self.notes.append(
                 f"{path.name} is already quantized ({described}); the result cannot be better than it. An F16, BF16 or "
                 "F32 file, or the original model, gives a better one"
@@ -243,7 +244,9 @@ def _config(name: str, file: GgufFile) -> dict[str, Any]:
     head_dim = fields.count("attention.key_length", default=max(1, hidden // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.count(key, default=head_dim) != head_dim:
-            fields.problems.append(f"{architecture}.{key} is {file.metadata[f'{architecture}.{key}']}, not {head_dim}")
+            fields.problems.append(
+                f"{architecture}.{key} is {fields.count(key)}, expected {head_dim}, the size of a head"
+            )
     embedding = file.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
@@ -262,22 +265,25 @@ def _config(name: str, file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": "float16",
-        **_token_ids(file.metadata),
         **_rope(fields, file, head_dim),
     }
     if fields.problems:
         raise SourceError([f"{name}: {problem}" for problem in fields.problems])
-    return config
+    return config | _token_ids(file.metadata, config["vocab_size"])
 
 
-def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _token_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Ids of the special tokens; `eos_token_id` is a list where several tokens end a turn or a message."""
-    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    distinct = list(dict.fromkeys(token for token in ends if token is not None))
+
+    def named(kind: str) -> int | None:
+        token = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        return token if isinstance(token, int) and 0 <= token < vocab_size else None
+
+    ends = list(dict.fromkeys(token for token in map(named, ("eos", "eot", "eom")) if token is not None))
     ids = {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": distinct[0] if len(distinct) == 1 else distinct or None,
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": named("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": named("padding"),
     }
     return {key: value for key, value in ids.items() if value is not None}
 
@@ -355,30 +361,30 @@ def _hugging_face_names(file: GgufFile, layers: int, notes: list[str]) -> tuple[
     unknown: list[str] = []
     dropped: list[str] = []
     for stored in file.tensors:
-        match = LAYER_TENSOR.match(stored)
+        layer, match = LAYER.match(stored), LAYER_TENSOR.match(stored)
         if stored in OUTER_NAMES:
             names[OUTER_NAMES[stored]] = stored
-        elif match and layers <= int(match[1]) < layers + _prediction_layers(file):
+        elif layer and layers <= int(layer[1]) < layers + _prediction_layers(file):
             dropped.append(stored)
         elif match and match[2] in LAYER_NAMES:
             names[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = stored
         elif stored != ROPE_FACTORS and not stored.endswith("attn_rot_embd"):
             unknown.append(stored)
     if dropped:
-        notes.append(f"extra prediction layers are dropped: {', '.join(dropped)}")
+        notes.append(f"extra prediction layers are dropped: {', '.join(sorted(dropped))}")
     return names, unknown
 
 
-def _unreadable_types(kinds: Mapping[GGMLQuantizationType, int]) -> Iterator[str]:
-    """Types that the `gguf` package cannot dequantize, and integers, found out on one block of zeros each."""
-    for kind, count in kinds.items():
-        block_bytes = GGML_QUANT_SIZES[kind][1]
+def _unreadable_types(tensors: Mapping[str, GGMLQuantizationType]) -> Iterator[str]:
+    """Types that the `gguf` package cannot dequantize, found out on one block of zeros each; with their tensors."""
+    for kind in dict.fromkeys(tensors.values()):
         try:
-            dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
-        except (NotImplementedError, ValueError, KeyError):
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        except NotImplementedError:
+            names = ", ".join(name for name, of in tensors.items() if of == kind)
             yield (
-                f"{count} tensors are of type {kind.name}, which cannot be dequantized here. Give a file of "
-                "another type, such as F16, BF16 or Q8_0."
+                f"{names}: stored as {kind.name}, which cannot be dequantized here. Give a file of another type, such "
+                "as F16, BF16 or Q8_0."
             )
 
 

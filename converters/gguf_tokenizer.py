@@ -59,7 +59,12 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> tuple[list[str
     if not isinstance(tokens, list) or kind not in ("gpt2", "llama"):
         found = "no vocabulary" if not tokens else f"a tokenizer of the kind {kind!r}"
         return [], [f"its metadata hold {found}, so no tokenizer was written; generating from text will need one"]
-    notes: list[str] = []
+    notes = [
+        f"tokenizer.ggml.{key}_token_id is {metadata[f'tokenizer.ggml.{key}_token_id']}, beyond the {len(tokens)} "
+        "tokens; ignored"
+        for name, key in SPECIAL_TOKENS.items()
+        if f"tokenizer.ggml.{key}_token_id" in metadata and name not in _special_ids(metadata)
+    ]
     try:
         tokenizer = _byte_level(metadata, notes) if kind == "gpt2" else _sentencepiece(metadata)
         _add_tokens(tokenizer, metadata)
@@ -160,7 +165,7 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     special = {index for index, kind in enumerate(kinds) if kind in (CONTROL, UNKNOWN)}
-    special |= {index for index in _special_ids(metadata).values() if index < len(tokens)}
+    special |= set(_special_ids(metadata).values())
     for index, token in enumerate(tokens):
         if index in special and token:
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
@@ -169,9 +174,10 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 
 
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of the special tokens that are named, by the name Hugging Face gives them."""
+    """The ids of the special tokens that are named and exist, by the name Hugging Face gives them."""
+    count = len(metadata["tokenizer.ggml.tokens"])
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
-    return {name: index for name, index in ids.items() if isinstance(index, int)}
+    return {name: index for name, index in ids.items() if isinstance(index, int) and 0 <= index < count}
 
 
 def _adds_bos(metadata: Mapping[str, Any]) -> bool:
@@ -195,7 +201,7 @@ def _first_failure(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> str:
     if again.get_vocab_size() > len(tokens):
         return f"it has {again.get_vocab_size()} tokens instead of {len(tokens)}"
     for name, index in _special_ids(metadata).items():
-        if index >= len(tokens) or again.token_to_id(tokens[index]) != tokens.index(tokens[index]):
+        if again.token_to_id(tokens[index]) != tokens.index(tokens[index]):
             return f"its {name} is not token {index}"
     for probe in PROBES:
         ids = again.encode(probe, add_special_tokens=False).ids
