@@ -236,7 +236,7 @@ def _ours(options: argparse.Namespace) -> Callable[[], None]:
     )
 
     def run() -> None:
-        convert(open_source(str(options.model)), options.out, choices)
+        convert(open_source(options.model), options.out, choices)
 
     return run
 
@@ -336,7 +336,7 @@ def prepare(source: Path, folder: Path, dtype_name: str) -> None:
 
     from bitnest_format.converters.sources import open_source
 
-    opened = open_source(str(source))
+    opened = open_source(source)
     folder.mkdir(parents=True)
     opened.write_side_files(folder)
     dtype = getattr(torch, dtype_name)

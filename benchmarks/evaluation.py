@@ -527,9 +527,9 @@ def in_source_order(weight: Tensor, permutation: Tensor | None) -> Tensor:
 
 def read_source(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and all tensors, float32, of a model that the converter reads."""
-    from bitnest_format.converters.pipeline import open_source
+    from bitnest_format.converters.sources import open_source
 
-    source = open_source(str(path))
+    source = open_source(path)
     return dict(source.config), {name: source.read(name).float() for name in source.tensors}
 
 
