@@ -12,13 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnest_format import nesting, packing
 from bitnest_format.errors import CheckpointError
 from bitnest_format.manifest import MANIFEST_FILE, FileRecord, Manifest, Module
-from bitnest_format.shards import Pending, file_sha256, inside, read_json, write_json, write_shard
+from bitnest_format.shards import (
+    DTYPE_NAMES,
+    Pending,
+    file_sha256,
+    inside,
+    read_header,
+    read_json,
+    write_json,
+    write_shard,
+)
 from bitnest_format.spec import FORMAT_VERSION
 
 CONFIG_FILE = "config.json"
@@ -30,6 +40,8 @@ BASE_SUFFIX = "weight_packed"
 REFINEMENT_SUFFIX = "weight_refinement"
 SCALE_SUFFIX = "weight_scale"
 PERMUTATION_SUFFIX = "weight_perm"
+
+BIAS_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -104,6 +116,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder.name}: no tensor {name} in the {self.view} index")
         try:
             if shard not in self._open:
+                read_header(self.folder / shard)
                 self._open[shard] = safe_open(self.folder / shard, framework="pt")
             tensor: Tensor = self._open[shard].get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -111,16 +124,40 @@ class Checkpoint:
         return tensor
 
     def weight(self, module: str) -> NestedWeight:
-        """The planes, scale and bias of one quantized module."""
+        """The planes, scale and bias of one quantized module.
+
+        Raises `CheckpointError` where a tensor is missing, has another type or shape than the format gives it, or where
+        a code pair is forbidden.
+        """
         entry = self.module(module)
+        if self.view == "target" and entry.refinement is None:
+            raise CheckpointError(f"{MANIFEST_FILE}: {module}: no refinement plane, though views are draft and target")
         refinement = entry.refinement if self.view == "target" else None
-        return NestedWeight(
-            base=self.tensor(entry.base.name),
-            scale=self.tensor(entry.scale.name),
-            refinement=self.tensor(refinement.name) if refinement else None,
-            bias=self.tensor(entry.bias) if entry.bias else None,
-            permutation=self.tensor(entry.permutation) if entry.permutation else None,
+        outputs, inputs = entry.shape
+        words = (outputs, inputs // packing.CODES_PER_WORD)
+        weight = NestedWeight(
+            base=self._tensor(entry.base.name, (torch.int32,), words),
+            scale=self._tensor(entry.scale.name, (torch.float16, torch.float32), (outputs, entry.groups)),
+            refinement=self._tensor(refinement.name, (torch.int32,), words) if refinement else None,
+            bias=self._tensor(entry.bias, BIAS_TYPES, (outputs,)) if entry.bias else None,
+            permutation=self._tensor(entry.permutation, (torch.int32,), (inputs,)) if entry.permutation else None,
         )
+        if weight.refinement is not None and packing.any_forbidden_pair(weight.base, weight.refinement):
+            raise CheckpointError(
+                f"{module}: a base code of -8 stands beside a negative refinement code, which no 8-bit code can hold. "
+                "Run 'bitnest-format validate' for the place."
+            )
+        return weight
+
+    def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
+        tensor = self.tensor(name)
+        if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+            expected = " or ".join(DTYPE_NAMES[dtype] for dtype in dtypes)
+            raise CheckpointError(
+                f"{self.weight_map[name]}: {name}: is {DTYPE_NAMES[tensor.dtype]} {list(tensor.shape)}, "
+                f"expected {expected} {list(shape)}"
+            )
+        return tensor
 
     def module(self, name: str) -> Module:
         """The manifest's record of a quantized module."""

@@ -13,6 +13,10 @@ from torch import Tensor
 CODES_PER_WORD = 8
 CODE_OFFSET = 8
 
+# One bit of each of the eight nibbles of a word.
+_LOWEST_BITS = 0x11111111
+_HIGHEST_BITS = 0x88888888 - (1 << 32)
+
 
 def pack(codes: Tensor) -> Tensor:
     """int8 codes `[..., I]` in -8..7 -> int32 words `[..., I / 8]`.
@@ -26,6 +30,18 @@ def pack(codes: Tensor) -> Tensor:
     nibbles = (codes.to(torch.int8) + CODE_OFFSET).view(torch.uint8)
     low, high = nibbles[..., 0::2], nibbles[..., 1::2]
     return (low | (high << 4)).contiguous().view(torch.int32)
+
+
+def any_forbidden_pair(base: Tensor, refinement: Tensor) -> bool:
+    """Whether a base code of -8 stands beside a negative refinement code anywhere: int32 words of equal shape.
+
+    Equals `nesting.forbidden_pairs(unpack(base), unpack(refinement)).any()` without unpacking: such a pair is a base
+    nibble of 0 beside a refinement nibble whose highest bit is 0.
+    """
+    nibbles = base | (refinement & _HIGHEST_BITS)
+    nibbles |= nibbles >> 1
+    nibbles |= nibbles >> 2
+    return bool(((nibbles & _LOWEST_BITS) != _LOWEST_BITS).any())
 
 
 def unpack(words: Tensor) -> Tensor:

@@ -583,6 +583,8 @@ class _Validation:
 
     def _check_pairs(self, name: str, base: Tensor, refinement: Tensor) -> None:
         """Count `q4 = -8` beside `qr < 0`: base and refinement words `[O, I / 8]`."""
+        if not packing.any_forbidden_pair(base, refinement):
+            return
         count, first = 0, (0, 0)
         step = max(1, VALUES_AT_ONCE // max(1, base.shape[1] * packing.CODES_PER_WORD))
         for start in range(0, base.shape[0], step):
@@ -593,13 +595,12 @@ class _Validation:
                 row, column = pairs.nonzero()[0].tolist()
                 first = (start + row, column)
             count += here
-        if count:
-            self._add(
-                self.stored[name][0],
-                name,
-                f"{count} forbidden code pair{'s' * (count > 1)}, the first at row {first[0]}, column {first[1]}: "
-                "a negative refinement code beside the base code -8, where 0 to 7 are allowed",
-            )
+        self._add(
+            self.stored[name][0],
+            name,
+            f"{count} forbidden code pair{'s' * (count > 1)}, the first at row {first[0]}, column {first[1]}: "
+            "a negative refinement code beside the base code -8, where 0 to 7 are allowed",
+        )
 
     def _check_digest(self, name: str, plane: Plane, tensor: Tensor) -> None:
         found = tensor_sha256(tensor)

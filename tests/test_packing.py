@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitnest_format import packing
+from bitnest_format import nesting, packing
 
 CASES = json.loads(
     (Path(__file__).resolve().parents[1] / "spec" / "vectors" / "packing.json").read_text(encoding="utf-8")
@@ -95,3 +95,21 @@ def test_a_plane_takes_half_a_byte_per_weight():
     """SF-7: 576 x 576 weights make 165,888 bytes."""
     words = packing.pack(torch.zeros(576, 576, dtype=torch.int8))
     assert words.numel() * words.element_size() == 165_888
+
+
+@given(codes(), st.integers(0, 2**32 - 1))
+def test_any_forbidden_pair_equals_the_unpacked_test(base, seed):
+    generator = torch.Generator().manual_seed(seed)
+    refinement = torch.randint(-8, 8, base.shape, generator=generator, dtype=torch.int8)
+    allowed = torch.maximum(refinement, nesting.refinement_floor(base))
+    for candidate in (refinement, allowed):
+        expected = bool(nesting.forbidden_pairs(base, candidate).any())
+        assert packing.any_forbidden_pair(packing.pack(base), packing.pack(candidate)) is expected
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("code", [-8, -1, 0, 7])
+def test_a_forbidden_pair_in_each_nibble(place, code):
+    base, refinement = torch.full((1, 8), 7, dtype=torch.int8), torch.full((1, 8), -8, dtype=torch.int8)
+    base[0, place], refinement[0, place] = -8, code
+    assert packing.any_forbidden_pair(packing.pack(base), packing.pack(refinement)) is (code < 0)

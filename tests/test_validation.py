@@ -211,7 +211,7 @@ def write(folder, files):
         (folder / name).write_bytes(data)
 
 
-same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 
 
 @same_folder
