@@ -19,7 +19,7 @@ from bitnest_format.nesting import SMALLEST_SCALE
 DECODE_ROWS = 16
 ACTIVATION_MAX = 127
 # A piece of the head that stays in a core's cache while every row is multiplied by it.
-HEAD_CHUNK_BYTES = 2 << 20
+HEAD_CHUNK_BYTES = 1 << 20
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """The product of INT8 activations and a nested weight, exact up to one rounding per group.
 
 Within a group of inputs all numbers are integers: activation codes of at most 127 and weight codes of at most 128 in
-magnitude. Their sum over up to 1024 inputs stays below 2^24, where float32 holds every integer; so a float32 matrix
-product over one group *is* the integer sum, in whatever order the library adds. Each sum is then multiplied by its
-group's scale, and the groups are added pairwise in one fixed order, elementwise. The result of a row therefore does
-not depend on the number of rows.
+magnitude. Their sums are computed exactly, by an integer product where the processor has one for bytes, otherwise by a
+float32 product: sums over up to 1024 inputs stay below 2^24, where float32 holds every integer, in whatever order the
+library adds. Each sum is then multiplied by its group's scale, and the groups are added pairwise in one fixed order,
+elementwise. The result of a row therefore depends neither on the number of rows nor on the product that was used.
 
 Letters: `M` rows, `O` outputs, `I` inputs, `G` groups of `g = I / G` inputs.
 """
@@ -26,7 +26,7 @@ View = Literal["draft", "target"]
 EXACT_INPUTS = 1024
 assert EXACT_INPUTS * ACTIVATION_MAX * -nesting.COMPOSED_MIN < 2**24
 
-# Group sums held at a time (float32 elements), and weights unpacked at a time where they are kept packed.
+# Group sums held at a time, and weights unpacked at a time where they are kept packed.
 BLOCK_SUMS = 1 << 23
 BLOCK_WEIGHTS = 1 << 22
 
@@ -36,12 +36,13 @@ class LinearWeight:
     """A nested weight ready for `nested_linear`.
 
     `base` and `refinement`: int32 words `[O, I / 8]`, kept where they are unpacked at each call; `draft` and `target`:
-    the codes of a view as float32 `[G, O, g]`, kept where they were unpacked once (4 bytes a weight and view).
-    `scale`: float32 `[G, O, 1]`, the base scale of every walked group. `bias`: float32 `[O]`. `permutation`: int64
-    `[I]`, the input that each stored column belongs to.
+    the codes of a view `[G, O, g]` in `code_type`, kept where they were unpacked once. `scale`: float32 `[G, 1, O]`,
+    the base scale of every walked group. `bias`: float32 `[O]`. `permutation`: int64 `[I]`, the input that each stored
+    column belongs to.
     """
 
     outputs: int
+    code_type: torch.dtype
     scale: Tensor
     base: Tensor | None = None
     refinement: Tensor | None = None
@@ -49,6 +50,16 @@ class LinearWeight:
     target: Tensor | None = None
     bias: Tensor | None = None
     permutation: Tensor | None = None
+
+
+def code_type(device: torch.device) -> torch.dtype:
+    """The type in which codes are multiplied: int8 where the CPU multiplies bytes exactly, otherwise float32.
+
+    Without VNNI the library's byte products may saturate; on a GPU they do not take small numbers of rows.
+    """
+    vnni = getattr(torch.cpu, "_is_vnni_supported", None)
+    exact = device.type == "cpu" and torch.backends.mkldnn.is_available() and vnni is not None and bool(vnni())
+    return torch.int8 if exact else torch.float32
 
 
 def prepare_linear(
@@ -60,12 +71,14 @@ def prepare_linear(
     *,
     views: tuple[View, ...],
     unpack: Literal["load", "call"],
+    codes_in: torch.dtype | None = None,
 ) -> LinearWeight:
     """Bring stored tensors into the form that `nested_linear` walks, on their own device.
 
     `base`, `refinement`: int32 words `[O, I / 8]`; `scale`: `[O, G]` of any float type; `views`: those that will be
-    asked for. `unpack="load"` keeps float32 codes (4 bytes a weight for each view), `"call"` keeps the words (half a
-    byte a weight and plane) and unpacks at every call. Groups of more than 1024 inputs are walked in equal parts.
+    asked for. `unpack="load"` keeps codes (1 byte a weight and view in int8, 4 in float32), `"call"` keeps the words
+    (half a byte a weight and plane) and unpacks at every call. `codes_in`: int8 or float32 instead of what `code_type`
+    finds. Groups of more than 1024 inputs are walked in equal parts.
     Raises `ValueError` where a base code of -8 stands beside a negative refinement code.
     """
     outputs, words = base.shape
@@ -73,19 +86,21 @@ def prepare_linear(
     if "target" in views and refinement is None:
         raise ValueError("the target view needs the refinement plane")
     parts = _parts(inputs // scale.shape[1])
-    group_scale = scale.float().repeat_interleave(parts, dim=1).T.unsqueeze(-1).contiguous()
+    group_scale = scale.float().repeat_interleave(parts, dim=1).T.unsqueeze(1).contiguous()
     groups = group_scale.shape[0]
+    dtype = codes_in or code_type(base.device)
     composed = None
     if refinement is not None and "target" in views:
         composed = nesting.compose(packing.unpack(base), packing.unpack(refinement))
     kept: dict[str, Tensor | None] = {"base": base, "refinement": refinement if "target" in views else None}
     if unpack == "load":
         kept = {
-            "draft": _by_group(packing.unpack(base), groups) if "draft" in views else None,
-            "target": None if composed is None else _by_group(composed, groups),
+            "draft": _by_group(packing.unpack(base), groups, dtype) if "draft" in views else None,
+            "target": None if composed is None else _by_group(composed, groups, dtype),
         }
     return LinearWeight(
         outputs=outputs,
+        code_type=dtype,
         scale=group_scale,
         bias=None if bias is None else bias.float(),
         permutation=None if permutation is None else permutation.long(),
@@ -103,21 +118,21 @@ def nested_linear(codes: Tensor, scale: Tensor, weight: LinearWeight, view: View
     groups = weight.scale.shape[0]
     if weight.permutation is not None:
         codes = codes.index_select(1, weight.permutation)
-    operand = codes.float().view(codes.shape[0], groups, -1).permute(1, 2, 0)
+    operand = codes.view(codes.shape[0], groups, -1).transpose(0, 1).to(weight.code_type)
     kept = weight.draft if view == "draft" else weight.target
     sums = _walk_packed(weight, operand, view) if kept is None else _walk(kept, operand, weight.scale)
     if view == "target":
         scale = scale / nesting.STEPS_PER_BASE_STEP
-    output = sums.T.contiguous() * scale.unsqueeze(-1)
+    output = sums * scale.unsqueeze(-1)
     return output if weight.bias is None else output + weight.bias
 
 
 def _walk(codes: Tensor, operand: Tensor, scale: Tensor) -> Tensor:
-    """`[G, O, g]` codes times `[G, g, M]` activations, scaled and added up over the groups: `[O, M]`."""
+    """Activations `[G, M, g]` times codes `[G, O, g]`, scaled and added up over the groups: float32 `[M, O]`."""
     block = max(1, BLOCK_SUMS // (codes.shape[0] * codes.shape[1]))
-    if operand.shape[2] <= block:
-        return _add_groups(torch.bmm(codes, operand).mul_(scale))
-    return torch.cat([_walk(codes, rows, scale) for rows in operand.split(block, dim=2)], dim=1)
+    if operand.shape[1] <= block:
+        return _add_groups(_group_sums(codes, operand) * scale)
+    return torch.cat([_walk(codes, rows, scale) for rows in operand.split(block, dim=1)])
 
 
 def _walk_packed(weight: LinearWeight, operand: Tensor, view: View) -> Tensor:
@@ -133,8 +148,19 @@ def _walk_packed(weight: LinearWeight, operand: Tensor, view: View) -> Tensor:
             assert weight.refinement is not None
             # Never outside int8: `prepare_linear` has refused the pairs that would be.
             codes = codes * nesting.STEPS_PER_BASE_STEP + packing.unpack(weight.refinement[rows])
-        pieces.append(_walk(_by_group(codes, groups), operand, weight.scale[:, rows]))
-    return torch.cat(pieces)
+        pieces.append(_walk(_by_group(codes, groups, weight.code_type), operand, weight.scale[..., rows]))
+    return torch.cat(pieces, dim=1)
+
+
+def _group_sums(codes: Tensor, operand: Tensor) -> Tensor:
+    """The integer sums of every group `[G, M, O]`: int32, or float32 holding the same numbers."""
+    by_input = codes.transpose(1, 2)
+    if codes.dtype != torch.int8:
+        return torch.bmm(operand, by_input)
+    sums = torch.empty(codes.shape[0], operand.shape[1], codes.shape[1], dtype=torch.int32)
+    for inputs, weights, out in zip(operand.unbind(0), by_input.unbind(0), sums.unbind(0), strict=True):
+        torch._int_mm(inputs, weights, out=out)
+    return sums
 
 
 def _add_groups(sums: Tensor) -> Tensor:
@@ -147,11 +173,10 @@ def _add_groups(sums: Tensor) -> Tensor:
     return sums[0]
 
 
-def _by_group(codes: Tensor, groups: int) -> Tensor:
-    """int8 `[O, I]` -> float32 `[G, O, g]`."""
-    return (
-        codes.view(codes.shape[0], groups, -1).transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-    )
+def _by_group(codes: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """int8 `[O, I]` -> `[G, O, g]`, contiguous, of a type."""
+    grouped = codes.view(codes.shape[0], groups, -1).transpose(0, 1)
+    return grouped.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _parts(group_size: int) -> int:

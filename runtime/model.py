@@ -22,7 +22,7 @@ from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError
 from bitnest_format.kernels.reference import apply_rope, lm_head, rms_norm, silu_mul
 from bitnest_format.kernels.reference_attention import attention
-from bitnest_format.kernels.reference_linear import View
+from bitnest_format.kernels.reference_linear import View, code_type
 from bitnest_format.runtime.kv_cache import KvCache
 from bitnest_format.runtime.linear import NestedLinear
 from bitnest_format.runtime.memory import available_bytes
@@ -53,8 +53,9 @@ class Layer:
 class Decoder:
     """The layers of one checkpoint, ready to run. Holds no state of any text: that is a `KvCache`.
 
-    `views`: those that will be asked for. `unpack`: `"load"` turns codes into float32 once (4 bytes a weight for each
-    view, and the head in float32), `"call"` keeps what is stored and unpacks at every call, `"auto"` takes the first
+    `views`: those that will be asked for. `unpack`: `"load"` unpacks once, to one code a byte for each view (four bytes
+    on processors without byte products and on GPUs) and a float32 head: 12.2 GiB of codes for both views of a 7B model;
+    `"call"` keeps what is stored, half a byte a plane and weight, and unpacks at every call; `"auto"` takes the first
     where it needs at most half of the memory now available. Both give the same bits.
 
     Raises `CheckpointError` or `FileFormatError` for a broken checkpoint, `UnsupportedModelError` for a model outside
@@ -84,9 +85,10 @@ class Decoder:
         self.view_bytes = {view: self._view_bytes(view) for view in views}
 
     def unpacked_bytes(self) -> int:
-        """Bytes of the float32 codes and the float32 head that `unpack="load"` keeps."""
+        """Bytes of the codes and the float32 head that `unpack="load"` keeps."""
         weights = sum(outputs * inputs for _, (outputs, inputs) in self.architecture.modules())
-        return 4 * (len(self.views) * weights + self.architecture.vocab_size * self.architecture.hidden_size)
+        codes = code_type(self.device).itemsize * len(self.views) * weights
+        return codes + 4 * self.architecture.vocab_size * self.architecture.hidden_size
 
     def new_cache(self) -> KvCache:
         """An empty cache that fits this model."""
