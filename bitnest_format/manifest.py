@@ -111,7 +111,7 @@ class Manifest:
             "format": FORMAT_NAME,
             "format_version": self.format_version,
             "required_features": list(self.required_features),
-            "created_by": dict(self.created_by),
+            **({"created_by": dict(self.created_by)} if self.created_by else {}),
             "views": list(self.views),
             "nesting": dict(self.nesting),
             "activation": dict(self.activation),

@@ -78,20 +78,28 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise FileFormatError(f"{path.name}: cannot be read ({error.strerror or error})") from error
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
+        if not isinstance(header, dict):
+            raise ValueError(f"found a JSON {type(header).__name__}, expected an object")
         entries = {name: _entry(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{path.name}: its safetensors header is not valid ({error})") from error
     _check_layout(path, entries, 8 + length, size)
     return entries
 
 
 def _entry(name: str, data: Any, first: int) -> TensorEntry:
-    dtype, shape, offsets = data["dtype"], data["shape"], data["data_offsets"]
-    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    fields: dict[str, Any] = data if isinstance(data, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    listed = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if isinstance(dtype, str) and listed and _counts(numbers := [*(shape or ()), *(offsets or ())]):
+        *sizes, start, end = numbers
+        return TensorEntry(dtype, tuple(sizes), first + start, first + end)
+    raise ValueError(f"{name}: dtype, shape and two data_offsets are expected, the numbers 0 or more")
+
+
+def _counts(numbers: list[Any]) -> bool:
     # `type` and not `isinstance`: true and false are no numbers here.
-    if not isinstance(dtype, str) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError(f"{name}: dtype, shape and two data_offsets are expected, the numbers 0 or more")
-    return TensorEntry(dtype, tuple(shape), first + offsets[0], first + offsets[1])
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, size: int) -> None:

@@ -934,7 +934,7 @@ def shard_cases() -> list[Case]:
         at(
             "header-no-object",
             "a list",
-            "its safetensors header is not valid ('list' object has no attribute 'items')",
+            "its safetensors header is not valid (found a JSON list, expected an object)",
             head("[1, 2]"),
         ),
         at(
