@@ -202,7 +202,7 @@ class _Fields:
         if not isinstance(nested, Mapping) or not isinstance(scaling, Mapping):
             self.problems.append("config.json: rope_parameters and rope_scaling must be objects or null")
             return {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
-        if top is not None and nested.get("rope_theta", top) != top:
+        if top is not None and "rope_theta" in nested and nested["rope_theta"] != top:
             self.problems.append(
                 f"config.json: rope_theta is {top} but rope_parameters.rope_theta is {nested['rope_theta']}; "
                 "keep the one the model was trained with"

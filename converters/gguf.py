@@ -63,6 +63,23 @@ PLAIN_TYPES = {
 DEQUANTIZED_TYPE = torch.float16
 ELEMENTS_AT_ONCE = 1 << 22
 
+# Where the float16 scales lie in a block, in bytes. Everything else in it is an integer, so a block whose scales are
+# finite dequantizes to finite values. Types that are not listed are dequantized to find out.
+SCALE_OFFSETS: Mapping[GGMLQuantizationType, tuple[int, ...]] = {
+    GGMLQuantizationType.Q4_0: (0,),
+    GGMLQuantizationType.Q4_1: (0, 2),
+    GGMLQuantizationType.Q5_0: (0,),
+    GGMLQuantizationType.Q5_1: (0, 2),
+    GGMLQuantizationType.Q8_0: (0,),
+    GGMLQuantizationType.Q2_K: (80, 82),
+    GGMLQuantizationType.Q3_K: (108,),
+    GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2),
+    GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.IQ4_NL: (0,),
+    GGMLQuantizationType.IQ4_XS: (0,),
+}
+
 # Ways to write Llama 3's rotary scaling; published models use the first of each.
 LLAMA3_CONTEXTS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
 LLAMA3_LOW_HIGH = ((1.0, 4.0),)
@@ -147,7 +164,7 @@ class GgufSource:
         return int(self.config["num_key_value_heads"]) if ".self_attn.k_proj." in name else None
 
     def inspect(self) -> Inspection:
-        """Read and dequantize every tensor once, in the order of the file."""
+        """Read every tensor once, in the order of the file."""
         names = sorted(self.tensors, key=lambda name: self._tensor(name).start)
         with ThreadPoolExecutor(READERS) as pool:
             scans = dict(zip(names, pool.map(lambda name: _scan(self._file, self._tensor(name)), names), strict=True))
@@ -404,9 +421,19 @@ def _scan(file: GgufFile, tensor: GgufTensor) -> Scan:
     for first in range(0, total, step):
         raw = file.raw(tensor, first, step)
         digest.update(raw.reshape(-1).data)
+        if _scales_are_finite(raw, tensor.type):
+            continue
         more = count_non_finite(_decode(raw, tensor.type))
         not_a_number, infinite = not_a_number + more[0], infinite + more[1]
     return Scan(digest.hexdigest(), describe_non_finite(not_a_number, infinite))
+
+
+def _scales_are_finite(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> bool:
+    """Whether every block's scales are finite, where `SCALE_OFFSETS` says where they lie; otherwise False."""
+    offsets = SCALE_OFFSETS.get(kind, ())
+    blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
+    scales = [np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16) for offset in offsets]
+    return bool(scales) and all(bool(np.isfinite(scale).all()) for scale in scales)
 
 
 def _undo_interleaving(rows: Tensor, heads: int) -> Tensor:

@@ -425,8 +425,9 @@ def _is_prediction_layer(
     match = LAYER.match(name)
     if match is None or int(match[1]) < architecture.layers:
         return False
-    extra = config.get("num_nextn_predict_layers") or 0
-    return int(match[1]) < architecture.layers + int(extra) or f"model.layers.{match[1]}.eh_proj.weight" in stored
+    extra = config.get("num_nextn_predict_layers")
+    announced = extra if isinstance(extra, int) else 0
+    return int(match[1]) < architecture.layers + announced or f"model.layers.{match[1]}.eh_proj.weight" in stored
 
 
 def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[str]:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from bitnest_format.architecture import read_architecture
-from bitnest_format.converters.gguf import GgufSource, llama3_factors, llama3_scaling, shortest_float32
+from bitnest_format.converters.gguf import (
+    SCALE_OFFSETS,
+    GgufSource,
+    _scales_are_finite,
+    llama3_factors,
+    llama3_scaling,
+    shortest_float32,
+)
 from bitnest_format.converters.gguf_file import read_gguf
 from bitnest_format.converters.gguf_tokenizer import merges_from_scores
 from bitnest_format.converters.sources import open_source
@@ -306,6 +313,26 @@ def test_bad_values_are_counted_and_named(tmp_path: Path, tiny_model: Make) -> N
     assert norm == "m.gguf: output_norm.weight: 1 NaN value, expected finite weights. Make the file again."
     assert up.startswith("m.gguf: blk.1.ffn_up.weight: ")
     assert up.endswith(" values, expected finite weights. Make the file again.")
+
+
+@pytest.mark.parametrize("kind", SCALE_OFFSETS, ids=lambda kind: kind.name)
+def test_scales_decide_whether_a_block_is_finite(kind: Type) -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (64, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    for offset in SCALE_OFFSETS[kind]:
+        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(0.5).tobytes(), dtype=np.uint8)
+    assert np.isfinite(gguf.quants.dequantize(blocks, kind)).all()
+    assert _scales_are_finite(blocks, kind)
+    for offset in SCALE_OFFSETS[kind]:
+        broken = blocks.copy()
+        broken[7, offset : offset + 2] = np.frombuffer(np.float16("nan").tobytes(), dtype=np.uint8)
+        finite = np.isfinite(gguf.quants.dequantize(broken, kind))
+        assert not finite[7].any()
+        assert finite[np.arange(64) != 7].all()
+        assert not _scales_are_finite(broken, kind)
+
+
+def test_types_without_known_scales_are_dequantized() -> None:
+    assert not _scales_are_finite(np.zeros((1, gguf.GGML_QUANT_SIZES[Type.TQ1_0][1]), dtype=np.uint8), Type.TQ1_0)
 
 
 # --- configs
