@@ -318,7 +318,6 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
 @json_option
 def generate(
     checkpoint: str,
-    /,
     prompt: str | None,
     prompt_file: IO[str] | None,
     system: str | None,

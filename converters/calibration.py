@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -102,7 +102,7 @@ def _read_json(path: Path) -> Iterator[str]:
             records = json.loads(text)
         except ValueError as error:
             raise SourceError(f"{path}: is not valid JSON ({error})") from error
-        numbered = enumerate(records, start=1)
+        numbered: Iterable[tuple[int, Any]] = enumerate(records, start=1)
     else:
         numbered = ((n, _json_line(path, n, line)) for n, line in enumerate(text.splitlines(), 1) if line.strip())
     for number, record in numbered:

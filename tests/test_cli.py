@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import signal
@@ -13,12 +14,63 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 import bitnest_format
 from bitnest_format import cli, hub
+from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.errors import SourceError, UsageError
+from bitnest_format.runtime.generate import NestedModel
+from bitnest_format.runtime.kv_cache import KvSettings
 
 COMMANDS = ("convert", "validate", "inspect", "generate")
+QUICK = ("--calibration-samples", "2", "--sequence-length", "32")
+PROMPT = "Nests are made of twigs"
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture
+def write_tokenizer():
+    """`(folder)`: put a byte-level tokenizer of 257 tokens with a chat template into the folder."""
+
+    def write(folder: Path) -> None:
+        bytes_to_ids = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
+        tokenizer = Tokenizer(BPE(vocab={**bytes_to_ids, "<end>": 256}, merges=[]))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = ByteLevelDecoder()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<end>",
+            "chat_template": CHAT_TEMPLATE,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+    return write
+
+
+@pytest.fixture
+def source(tiny_model, write_tokenizer, tmp_path) -> Path:
+    """A tiny Llama with a tokenizer as a Hugging Face folder."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    config, tensors = tiny_model()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def nested(tiny_checkpoint, write_tokenizer, tmp_path) -> Path:
+    """A tiny nested checkpoint with a tokenizer; its text ends at the asked-for length."""
+    folder: Path = tiny_checkpoint(tmp_path / "nested", eos_token_id=None)
+    write_tokenizer(folder)
+    return folder
 
 
 def run(*arguments: object, **variables: str) -> Result:
@@ -49,8 +101,6 @@ def test_help_ends_with_an_example_that_parses(command):
 
 
 def test_defaults_in_the_help_are_those_of_the_options():
-    from bitnest_format.converters.options import ConvertOptions
-
     shown = {p.name: p.show_default for p in cli.main.commands["convert"].params if isinstance(p, click.Option)}
     options, paper = ConvertOptions(), ConvertOptions.paper()
     for name in ("rotation", "base", "scale_search", "damping", "calibration", "calibration_samples", "seed"):
@@ -138,6 +188,209 @@ def test_a_file_is_no_checkpoint(command, tmp_path):
 )
 def test_size(text, size):
     assert cli.Size().convert(text, None, None) == size
+
+
+def test_convert_then_validate_inspect_and_generate(source, tmp_path):
+    output = tmp_path / "nested"
+    converted = run("convert", source, output, *QUICK, "--json")
+    assert converted.exit_code == 0, converted.stderr
+    summary = json.loads(converted.stdout)
+    assert (summary["folder"], summary["modules"]) == (str(output), 14)
+    assert "quantizing layers: 2/2" in converted.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert run("validate", output, "--deep").stdout == f"{output}: valid\n"
+    assert "random" in run("inspect", output).stdout
+    generated = run("generate", output, "--prompt", PROMPT, "--max-new-tokens", 4)
+    assert generated.exit_code == 0, generated.stderr
+
+
+def test_convert_reports_in_words(source, tmp_path):
+    output = tmp_path / "nested"
+    lines = run("convert", source, output, *QUICK, "--recipe", "paper").stdout.splitlines()
+    assert lines[0].startswith(f"{output}: 14 modules, ")
+    manifest = json.loads((output / "bitnest.json").read_text(encoding="utf-8"))
+    assert (manifest["nesting"]["refine_method"], manifest["nesting"]["base_bound"]) == ("closed", None)
+
+
+def test_convert_passes_every_given_option(source, tmp_path, monkeypatch):
+    seen = {}
+
+    def convert(model, output, options, *, resume, progress):
+        seen.update(options=options, output=output, resume=resume)
+        raise SourceError("enough")
+
+    monkeypatch.setattr("bitnest_format.converters.pipeline.convert", convert)
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT, encoding="utf-8")
+    given = {
+        "rotation": "hadamard",
+        "group_size": 64,
+        "base": "rtn",
+        "base_bound": None,
+        "scale_search": "max",
+        "refinement": "closed",
+        "damping": 0.05,
+        "calibration": str(text),
+        "calibration_samples": 3,
+        "sequence_length": 40,
+        "seed": 7,
+    }
+    arguments = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in given.items()]
+    arguments += ["--max-shard-size", "1MB", "--resume", "--ignore-unknown-tensors"]
+    assert refused(run("convert", source, tmp_path / "x", *arguments), "enough")
+    assert seen["resume"] is True
+    assert seen["options"] == ConvertOptions(**given, shard_bytes=10**6, ignore_unknown_tensors=True)
+
+
+def test_convert_dry_run_writes_nothing(source, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    text = run("convert", source, tmp_path / "nested", "--dry-run")
+    as_json = run("convert", source, tmp_path / "nested", "--dry-run", "--json")
+    assert (text.exit_code, as_json.exit_code) == (0, 0)
+    assert json.loads(as_json.stdout)["total_bytes"] > 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_convert_lists_every_problem_and_leaves_nothing(source, tmp_path):
+    output = tmp_path / "nested"
+    before = sorted(tmp_path.rglob("*"))
+    result = run("convert", source, output, "--group-size", 96)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "model.layers.0.self_attn.q_proj" in result.stderr
+    assert "model.layers.1.mlp.down_proj" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_convert_says_how_to_continue_after_ctrl_c(source, tmp_path, monkeypatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bitnest_format.converters.pipeline.convert", interrupted)
+    result = run("convert", source, tmp_path / "nested")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "Interrupted. Run the same command with --resume to continue.\n"
+
+
+def test_generate_writes_the_text_to_stdout_and_statistics_to_stderr(nested):
+    result = run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 12, "--gamma", 3, "--stats")
+    assert result.exit_code == 0, result.stderr
+    as_json = run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 12, "--gamma", 3, "--json")
+    answer = json.loads(as_json.stdout)
+    assert as_json.stderr == ""
+    assert result.stdout == answer["text"] + "\n"
+    assert answer["finish_reason"] == "length"
+    assert len(answer["token_ids"]) == answer["stats"]["new_tokens"] == 12
+    stats = answer["stats"]
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"{stats['prompt_tokens']} prompt tokens, 12 new, ended by length"
+    assert lines[1] == (
+        f"acceptance {stats['acceptance']:.3f} (accepted drafts / drafted tokens = {stats['accepted']} / "
+        f"{stats['drafted']}, gamma 3)"
+    )
+    assert lines[2] == f"{stats['tokens_per_round']:.2f} tokens a round, {stats['rounds']} rounds"
+    assert lines[3].startswith("rounds by drafts accepted: 0: ")
+
+
+def test_generate_writes_the_same_text_with_and_without_drafts(nested):
+    texts = {
+        view: run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 16, "--view", view).stdout
+        for view in ("nested", "target")
+    }
+    assert texts["nested"] == texts["target"]
+    assert len(texts["target"]) > 2
+
+
+def test_generate_from_the_draft_needs_no_refinement(nested):
+    (nested / "bitnest-refinement-00001-of-00001.safetensors").unlink()
+    result = run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 4, "--view", "draft", "--stats")
+    assert result.exit_code == 0, result.stderr
+    assert "acceptance" not in result.stderr
+
+
+def test_generate_reads_the_prompt_from_a_file(nested, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    arguments = ["generate", str(nested), "--max-new-tokens", "6"]
+    expected = run(*arguments, "--prompt", PROMPT).stdout
+    assert run(*arguments, "--prompt-file", file).stdout == expected
+    piped = CliRunner().invoke(cli.main, [*arguments, "--prompt-file", "-"], input=PROMPT)
+    assert piped.stdout == expected
+
+
+def test_generate_uses_the_chat_template_unless_told_otherwise(nested):
+    def prompt_tokens(*options: str) -> int:
+        result = run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 1, "--json", *options)
+        tokens: int = json.loads(result.stdout)["stats"]["prompt_tokens"]
+        return tokens
+
+    assert prompt_tokens("--raw") == len(PROMPT)
+    assert prompt_tokens() == prompt_tokens("--chat") == len(f"[user]{PROMPT}[assistant]")
+    assert prompt_tokens("--system", "Be brief") == len(f"[system]Be brief[user]{PROMPT}[assistant]")
+
+
+def test_generate_passes_every_option(nested, monkeypatch):
+    seen = {}
+
+    def generate(self, prompt, **options):
+        seen.update(options, prompt=prompt)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("bitnest_format.runtime.generate.NestedModel.generate", generate)
+    options = {"gamma": 2, "max_new_tokens": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments += ["--stop", "a", "--stop", "b", "--kv-switch", "64", "--recent", "16", "--raw", "--prompt", PROMPT]
+    assert refused(run("generate", nested, *arguments), "enough", status=2)
+    assert {name: seen[name] for name in options} == options
+    assert (list(seen["stop"]), seen["chat"], seen["prompt"]) == (["a", "b"], False, PROMPT)
+    assert seen["kv"] == KvSettings(draft_switch_length=64, recent=16)
+
+
+def test_generate_defaults_in_the_help_are_those_of_the_library():
+    shown = {p.name: p.show_default for p in cli.main.commands["generate"].params if isinstance(p, click.Option)}
+    assert shown["kv_switch"] == str(KvSettings().draft_switch_length)
+    assert shown["recent"] == str(KvSettings().recent)
+    library = inspect.signature(NestedModel.generate).parameters
+    for option in cli.main.commands["generate"].params:
+        if option.name in ("max_new_tokens", "temperature", "seed"):
+            assert option.default == library[option.name].default
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the prompt with either --prompt or --prompt-file"),
+        (
+            ["--prompt", "x", "--system", "y", "--raw"],
+            "--system needs the chat template, which --raw turns off. Leave one of them out.",
+        ),
+        (["--prompt", "x", "--gamma", "99"], "gamma is 99, expected a whole number, 0 to 15"),
+        (["--prompt", "x", "--recent", "-1"], "kv.recent is -1, expected a whole number of tokens, 0 or more"),
+    ],
+    ids=["no prompt", "system and raw", "gamma", "recent"],
+)
+def test_generate_refuses_a_wrong_call(nested, arguments, message):
+    assert refused(run("generate", nested, *arguments), message, status=2)
+
+
+def test_generate_without_a_tokenizer_names_the_file(tiny_checkpoint, tmp_path):
+    """TK-3."""
+    folder = tiny_checkpoint(tmp_path / "model")
+    assert refused(
+        run("generate", folder, "--prompt", "x"),
+        "model: no tokenizer.json, so text cannot be read or written. Copy the tokenizer files of the source model "
+        "into the folder, or give and take token ids.",
+    )
+
+
+def test_load_is_the_same_model(nested):
+    answer = bitnest_format.load(str(nested)).generate(PROMPT, max_new_tokens=6)
+    assert run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 6).stdout == f"{answer.text}\n"
+
+
+def test_load_of_a_draft_does_not_open_the_refinement(nested):
+    (nested / "bitnest-refinement-00001-of-00001.safetensors").unlink()
+    assert bitnest_format.load(str(nested), view="draft").generate([5], max_new_tokens=2).token_ids
 
 
 def test_validate_a_valid_checkpoint(tiny_checkpoint, tmp_path):
