@@ -15,6 +15,7 @@ from bitnest_format.errors import UnsupportedModelError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_ROPE_THETA = 10000.0
+DEFAULT_MISTRAL_WINDOW = 4096
 LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 LARGEST_NUMBER = 1e30
@@ -221,9 +222,11 @@ class _Fields:
         # Llama has no windows; Qwen applies its window only where use_sliding_window says so, Mistral always.
         qwen = model_type.startswith("qwen")
         on = model_type == "mistral" or (qwen and self.config.get("use_sliding_window", False))
-        if not on or not self.config.get("sliding_window"):
+        # A Mistral config that does not mention the window has one; null is how later models turn it off.
+        stated = self.config.get("sliding_window", DEFAULT_MISTRAL_WINDOW if model_type == "mistral" else None)
+        if not on or not stated:
             return (None,) * layers
-        window = self.positive("sliding_window")
+        window = self.positive("sliding_window", default=DEFAULT_MISTRAL_WINDOW)
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) == layers:
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)

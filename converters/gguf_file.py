@@ -66,10 +66,14 @@ class GgufFile:
         row_bytes = tensor.size // count
         rows = count - first_row if rows is None else min(rows, count - first_row)
         data = np.empty(rows * row_bytes, dtype=np.uint8)
-        with self.path.open("rb") as file:
-            file.seek(tensor.start + first_row * row_bytes)
-            if file.readinto(data.data) != data.nbytes:
-                raise FileFormatError(f"{self.path.name}: ended while a tensor was read from it")
+        try:
+            with self.path.open("rb") as file:
+                file.seek(tensor.start + first_row * row_bytes)
+                count = file.readinto(data.data)
+        except OSError as error:
+            raise FileFormatError(f"{self.path.name}: cannot be read ({error.strerror or error})") from error
+        if count != data.nbytes:
+            raise FileFormatError(f"{self.path.name}: ended while a tensor was read from it")
         return data.reshape(rows, row_bytes)
 
 

@@ -11,9 +11,11 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,14 @@ SINGLE_FILE = "model.safetensors"
 
 STORED_TYPES = ("F32", "F16", "BF16")
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+QUANTIZED_NAMES = {
+    ".qweight": "GPTQ or AWQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale_inv": "fp8",
+    ".weight_scale": "fp8 or int8",
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
 
 SIDE_FILES = (
@@ -107,7 +117,8 @@ class HuggingFaceSource:
         architecture, problems = _architecture(stored_config, self.notes)
         stored, file_problems = _find_tensors(folder, self.notes)
         problems += file_problems
-        if architecture is None or file_problems:
+        problems += _naming_problems(stored)
+        if architecture is None or problems:
             raise SourceError(problems)
         self._problems = _lfs_pointers(folder)
         self._locations = self._choose(stored, architecture, ignore_unknown_tensors)
@@ -129,8 +140,7 @@ class HuggingFaceSource:
         """One tensor on the CPU, in its stored type, in memory of its own."""
         location = self._locations[name]
         data = torch.empty(location.entry.size, dtype=torch.uint8)
-        with location.file.open("rb") as file:
-            file.seek(location.entry.start)
+        with _opened(location) as file:
             _fill(file, data.numpy().data, location)
         return data.view(DTYPES[location.entry.dtype]).view(location.entry.shape)
 
@@ -403,6 +413,23 @@ def _lfs_pointers(folder: Path) -> list[str]:
     return problems
 
 
+def _naming_problems(names: Iterable[str]) -> list[str]:
+    """Whether the names alone say that these are not the plain tensors of a causal language model."""
+    for suffix, method in QUANTIZED_NAMES.items():
+        found = [name for name in names if name.endswith(suffix)]
+        if found:
+            return [
+                f"{_listed(found, 3)}: looks already quantized ({method}), though no file says so; expected plain "
+                "fp32, fp16 or bf16 weights. Give the original model instead."
+            ]
+    if any(name.startswith("layers.0.") for name in names) and not any(name.startswith("model.") for name in names):
+        return [
+            "the tensor names lack the prefix 'model.': they were saved from the decoder alone. Save the whole causal "
+            "language model and convert that."
+        ]
+    return []
+
+
 def _type_problems(locations: Mapping[str, Location]) -> list[str]:
     by_type: dict[str, list[str]] = {}
     for name, location in locations.items():
@@ -494,8 +521,7 @@ def _scan(location: Location) -> Scan:
     not_a_number = infinite = 0
     buffer = torch.empty(min(READ_BYTES, location.entry.size), dtype=torch.uint8)
     view = buffer.numpy().data
-    with location.file.open("rb") as file:
-        file.seek(location.entry.start)
+    with _opened(location) as file:
         left = location.entry.size
         while left:
             count = min(left, READ_BYTES)
@@ -507,7 +533,18 @@ def _scan(location: Location) -> Scan:
     return Scan(digest.hexdigest(), describe_non_finite(not_a_number, infinite))
 
 
-def _fill(file: Any, view: memoryview, location: Location) -> None:
+@contextmanager
+def _opened(location: Location) -> Iterator[BufferedReader]:
+    """The tensor's file, at the tensor's first byte. Failures of the disk become `SourceError`."""
+    try:
+        with location.file.open("rb") as file:
+            file.seek(location.entry.start)
+            yield file
+    except OSError as error:
+        raise SourceError(f"{location.file.name}: cannot be read ({error.strerror or error})") from error
+
+
+def _fill(file: BufferedReader, view: memoryview, location: Location) -> None:
     while view:
         count = file.readinto(view)
         if not count:

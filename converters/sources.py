@@ -18,6 +18,13 @@ def open_source(
     `name` and `revision` say where on the Hub it came from, if it did. Raises `SourceError` listing what stands in
     the way.
     """
+    try:
+        return _open(path, name, revision, ignore_unknown_tensors)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: Path, name: str | None, revision: str | None, ignore_unknown_tensors: bool) -> Source:
     if path.is_file():
         return GgufSource(
             _checked_file(path), name=name, revision=revision, ignore_unknown_tensors=ignore_unknown_tensors

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bitnest_format.architecture import read_architecture
 from bitnest_format.converters.hf import HuggingFaceSource
 from bitnest_format.converters.sources import open_source
 from bitnest_format.errors import FileFormatError, SourceError
@@ -144,6 +145,25 @@ def test_fingerprint_changes_with_the_content(tmp_path: Path, tiny_model: Make, 
     else:
         config = {**config, "rms_norm_eps": 1e-6}
     assert HuggingFaceSource(write_single(tmp_path, (config, tensors))).inspect().fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True), ("qwen3", False)]
+)
+def test_reads_what_transformers_saves(tmp_path: Path, tiny_model: Make, model_type: str, tied: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, tensors = tiny_model(model_type, tied)
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.bfloat16)
+    model.load_state_dict(tensors, strict=not tied)
+    model.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert (tmp_path / INDEX).is_file()
+    source = HuggingFaceSource(add_tokenizer(tmp_path))
+    assert source.inspect().problems == []
+    assert set(source.tensors) == set(tensors)
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in tensors.items())
+    assert read_architecture(source.config) == read_architecture(config)
 
 
 # --- NaN and infinite values
@@ -359,6 +379,13 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path, tiny_model: Make) ->
         source.inspect()
 
 
+def test_file_that_vanishes(tmp_path: Path, tiny_model: Make) -> None:
+    source = HuggingFaceSource(write_single(tmp_path, tiny_model()))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"^model\.safetensors: cannot be read \(No such file or directory\)$"):
+        source.read("model.norm.weight")
+
+
 # --- quantized sources and other types
 
 
@@ -424,6 +451,33 @@ def test_other_types_are_refused_by_name(tmp_path: Path, tiny_model: Make, dtype
     advice = "Cast them to F32." if label == "F64" else "The model is already quantized; give the original instead."
     assert problems_of(write_single(tmp_path, (config, tensors))) == [
         f"stored as {label}, expected F32, F16, BF16: {names[0]}, {names[1]}. {advice}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "method"),
+    [
+        ("qweight", "GPTQ or AWQ"),
+        ("weight_packed", "compressed-tensors"),
+        ("weight_scale_inv", "fp8"),
+        ("weight.absmax", "bitsandbytes"),
+    ],
+)
+def test_quantized_tensors_are_known_by_their_names(tmp_path: Path, tiny_model: Make, suffix: str, method: str) -> None:
+    config, tensors = tiny_model()
+    names = [f"model.layers.{layer}.mlp.up_proj.{suffix}" for layer in range(2)]
+    assert problems_of(write_single(tmp_path, (config, {**tensors, **{name: torch.ones(2) for name in names}}))) == [
+        f"{names[0]}, {names[1]}: looks already quantized ({method}), though no file says so; expected plain fp32, "
+        "fp16 or bf16 weights. Give the original model instead."
+    ]
+
+
+def test_decoder_without_its_head_is_known_by_its_names(tmp_path: Path, tiny_model: Make) -> None:
+    config, tensors = tiny_model(tied=True)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert problems_of(write_single(tmp_path, (config, bare))) == [
+        "the tensor names lack the prefix 'model.': they were saved from the decoder alone. Save the whole causal "
+        "language model and convert that."
     ]
 
 
