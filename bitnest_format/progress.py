@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 
 from rich.console import Console
@@ -19,6 +20,8 @@ from rich.progress import (
 )
 
 PLAIN_INTERVAL_SECONDS = 10.0
+# The pace is that of the last few calls: what a resumed run skips says nothing about what is left.
+PACE_CALLS = 8
 
 
 class StageProgress:
@@ -32,8 +35,8 @@ class StageProgress:
         self._bars = _bars() if sys.stderr.isatty() else None
         self._task: TaskID | None = None
         self._stage: str | None = None
-        self._began = self._printed = 0.0
-        self._first = 0
+        self._printed = 0.0
+        self._seen: deque[tuple[float, int]] = deque(maxlen=PACE_CALLS)
 
     def __enter__(self) -> StageProgress:
         if self._bars is not None:
@@ -65,13 +68,19 @@ class StageProgress:
 
     def _print(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
+        recent = stage == self._stage and now - self._printed < PLAIN_INTERVAL_SECONDS
         if stage != self._stage:
-            self._stage, self._began, self._first = stage, now, done
-        elif total == 1 or (done < total and now - self._printed < PLAIN_INTERVAL_SECONDS):
+            self._stage = stage
+            self._seen.clear()
+        elif total == 1:
+            return
+        self._seen.append((now, done))
+        if recent and done < total:
             return
         self._printed = now
         line = stage if total <= 1 else f"{stage}: {done}/{total}"
-        left = time_left(done - self._first, total - done, now - self._began)
+        began, first = self._seen[0]
+        left = time_left(done - first, total - done, now - began)
         if left is not None:
             line += f", about {format_seconds(left)} left"
         print(line, file=sys.stderr, flush=True)

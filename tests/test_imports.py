@@ -207,15 +207,23 @@ def test_no_default_encoding_at_run_time(tiny_checkpoint, tmp_path):
 
 
 WITHOUT_TRITON = """
-import sys
+import importlib, sys
 sys.modules["triton"] = None
-from bitnest_format.cli import main
-main(sys.argv[1:], prog_name="bitnest-format")
+import bitnest_format
+from bitnest_format import report, validation
+from pathlib import Path
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+folder = Path(sys.argv[1])
+assert validation.validate(folder, deep=True) == []
+print(report.render(report.inspect_checkpoint(folder)))
+print(*bitnest_format.load(str(folder)).generate([5, 6], max_new_tokens=3).token_ids)
 """
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect"])
-def test_commands_need_neither_triton_nor_a_gpu(command, tiny_checkpoint, tmp_path):
-    """GP-1."""
-    done = run_python("-c", WITHOUT_TRITON, command, str(tiny_checkpoint(tmp_path / "model")), "--json")
+def test_everything_works_without_triton_and_without_a_gpu(tiny_checkpoint, tmp_path):
+    """GP-1: every module imports; validate, inspect and generate run."""
+    modules = [module for module in FILES if module != "bitnest_format.__main__"]
+    done = run_python("-c", WITHOUT_TRITON, str(tiny_checkpoint(tmp_path / "model", eos_token_id=None)), *modules)
     assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()[-1].split()) == 3
