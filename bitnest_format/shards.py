@@ -248,6 +248,8 @@ def write_shard(path: Path, tensors: Mapping[str, Pending], metadata: Mapping[st
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
     digest = hashlib.sha256()
+    # A new file, not new content: whoever has the old one mapped into memory would crash.
+    path.unlink(missing_ok=True)
     with path.open("wb") as file:
         for piece in (struct.pack("<Q", len(raw)), raw):
             digest.update(piece)
