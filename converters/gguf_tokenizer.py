@@ -35,7 +35,7 @@ TEKKEN_SPLIT = (
 # has been set apart.
 DIGITS = "digits"
 SPLITS: Mapping[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "gpt2", "jina-es", "jina-de", "phi-2", "olmo"), None),
+    **dict.fromkeys(("gpt-2", "gpt2", "jina-es", "jina-de", "phi-2", "olmo"), None),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), LLAMA3_SPLIT),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), QWEN2_SPLIT),
@@ -85,12 +85,12 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> tuple[list[str
 
 
 def _byte_level(metadata: Mapping[str, Any], notes: list[str]) -> Tokenizer:
-    name = str(metadata.get("tokenizer.ggml.pre", "default"))
-    split = SPLITS.get(name)
+    name = metadata.get("tokenizer.ggml.pre")
+    split = _split(metadata)
     if name not in SPLITS:
         notes.append(
-            f"tokenizer.ggml.pre is {name!r}, which is not known here; text is split as GPT-2 does, and token ids may "
-            "differ from the original tokenizer's"
+            f"tokenizer.ggml.pre is {'missing' if name is None else f'{name!r}, which is not known here'}; text is "
+            "split as GPT-2 does, and token ids may differ from the original tokenizer's"
         )
     merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(metadata), merges=merges, ignore_merges=split in WHOLE_WORDS))
@@ -111,6 +111,10 @@ def _byte_level(metadata: Mapping[str, Any], notes: list[str]) -> Tokenizer:
         )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _split(metadata: Mapping[str, Any]) -> str | None:
+    return SPLITS.get(str(metadata.get("tokenizer.ggml.pre")))
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -181,8 +185,7 @@ def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    split = SPLITS.get(str(metadata.get("tokenizer.ggml.pre", "default")))
-    default = metadata["tokenizer.ggml.model"] == "llama" or split in WHOLE_WORDS
+    default = metadata["tokenizer.ggml.model"] == "llama" or _split(metadata) in WHOLE_WORDS
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "bos_token" in _special_ids(metadata)
 
 

@@ -136,7 +136,7 @@ def write_gguf(
 
 
 def byte_tokens(
-    pre: str = "llama-bpe", merges: tuple[str, ...] = ("h e", "l l", "he ll"), **ids: int
+    pre: str | None = "llama-bpe", merges: tuple[str, ...] = ("h e", "l l", "he ll"), **ids: int
 ) -> Callable[[gguf.GGUFWriter], None]:
     """A byte-level vocabulary: 256 bytes, the merged words, then control and user-defined tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -146,7 +146,8 @@ def byte_tokens(
 
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
         writer.add_token_list([*words, *special])
         writer.add_token_types([1] * len(words) + [3, 3, 3, 3, 4])
         writer.add_token_merges(list(merges))
@@ -800,12 +801,21 @@ def test_text_is_split_as_the_file_names_it(
     assert tokenizer.encode(probe, add_special_tokens=False).tokens == tokens
 
 
-def test_unknown_splitting_rule_is_a_note(tmp_path: Path, tiny_model: Make) -> None:
-    source, written, _ = side_files(tmp_path, tiny_model(), tokens=byte_tokens("novel"))
+@pytest.mark.parametrize(
+    ("pre", "found"),
+    [
+        ("novel", "'novel', which is not known here"),
+        ("default", "'default', which is not known here"),
+        (None, "missing"),
+    ],
+    ids=str,
+)
+def test_unknown_splitting_rule_is_a_note(tmp_path: Path, tiny_model: Make, pre: str | None, found: str) -> None:
+    source, written, _ = side_files(tmp_path, tiny_model(), tokens=byte_tokens(pre))
     assert "tokenizer.json" in written
     assert source.notes == [
-        "m.gguf: tokenizer.ggml.pre is 'novel', which is not known here; text is split as GPT-2 does, and token ids "
-        "may differ from the original tokenizer's"
+        f"m.gguf: tokenizer.ggml.pre is {found}; text is split as GPT-2 does, and token ids may differ from the "
+        "original tokenizer's"
     ]
 
 
