@@ -94,7 +94,7 @@ class Checkpoint:
         self.folder = folder
         self.view: View = view
         self.manifest = Manifest.from_dict(read_json(folder / MANIFEST_FILE))
-        self.config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+        self.config = _read_config(folder)
         if view not in self.manifest.views:
             raise CheckpointError(
                 f"{MANIFEST_FILE}: views are {', '.join(self.manifest.views)}; the {view} view cannot be rebuilt"
@@ -167,6 +167,13 @@ class Checkpoint:
             raise CheckpointError(f"{MANIFEST_FILE}: {name} is not a quantized module") from None
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / CONFIG_FILE)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG_FILE}: found a JSON {type(config).__name__}, expected an object")
+    return config
+
+
 def read_weight_map(folder: Path, index_name: str) -> dict[str, str]:
     """`{tensor: shard}` of an index whose shard names all stay inside the folder."""
     index = read_json(folder / index_name)
@@ -181,11 +188,8 @@ def read_weight_map(folder: Path, index_name: str) -> dict[str, str]:
 def _not_a_checkpoint(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: no such folder"
-    config = folder / CONFIG_FILE
-    method = None
-    if config.is_file():
-        data = read_json(config)
-        method = (data.get("quantization_config") or {}).get("quant_method") if isinstance(data, dict) else None
+    block = _read_config(folder).get("quantization_config") if (folder / CONFIG_FILE).is_file() else None
+    method = block.get("quant_method") if isinstance(block, dict) else None
     hint = "Make one with 'bitnest-format convert'."
     if method == "bitnet":
         hint = "Its quant_method is 'bitnet', the 1.58-bit method; this package reads 'bitnest'."

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bitnest_format import packing
-from bitnest_format.checkpoint import DRAFT_INDEX, TARGET_INDEX
-from bitnest_format.errors import Finding, UsageError
+from bitnest_format.checkpoint import DRAFT_INDEX, TARGET_INDEX, Checkpoint
+from bitnest_format.errors import BitnestError, Finding, UsageError
+from bitnest_format.report import inspect_checkpoint, render
 from bitnest_format.shards import file_sha256
 from bitnest_format.validation import validate
 
@@ -211,6 +212,17 @@ def write(folder, files):
         (folder / name).write_bytes(data)
 
 
+def read(folder):
+    """What readers do with a checkpoint: project errors are all that may come of it."""
+    try:
+        render(inspect_checkpoint(folder))
+        checkpoint = Checkpoint(folder)
+        for name in checkpoint.manifest.modules:
+            checkpoint.weight(name).dequantize("target")
+    except BitnestError as error:
+        assert str(error)
+
+
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 
 
@@ -234,6 +246,7 @@ def test_no_damaged_file_makes_it_raise(seed, files, tmp_path):
                 data[:8] = struct.pack("<Q", generator.choice([0, 1, 7, 2**31, 2**63]))
     write(tmp_path / "damaged", files | {name: bytes(data)})
     validate(tmp_path / "damaged", deep=True)
+    read(tmp_path / "damaged")
 
 
 VALUES = [
@@ -289,3 +302,4 @@ def test_no_json_content_makes_it_raise(seed, files, tmp_path):
     write(tmp_path / "changed", files | {name: changed})
     for finding in validate(tmp_path / "changed", deep=True):
         assert str(finding).isprintable()
+    read(tmp_path / "changed")
