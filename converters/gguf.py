@@ -136,7 +136,7 @@ class GgufSource:
         }
         packed = Counter(kind.name for kind in used.values() if kind not in PLAIN_TYPES)
         if packed:
-            described = ", ".join(f"{kind} in {count} tensors" for kind, count in sorted(packed.items()))
+            described = ", ".join(f"{count} x {kind}" for kind, count in sorted(packed.items()))
             self.notes.append(
                 f"{path.name} is already quantized ({described}); the result cannot be better than it. An F16, BF16 or "
                 "F32 file, or the original model, gives a better one"

@@ -36,12 +36,13 @@ class ModulePlan:
 class Plan:
     """What a conversion will produce. All sizes are in bytes, estimated with fp16 scales and without side files.
 
-    `fp16_bytes`: the source's tensors at two bytes an element. `work_bytes`: the disk space needed while the
-    checkpoint is assembled, when its parts and the finished shards lie side by side.
+    `name`: the source's name on the Hub, otherwise that of its file or folder. `fp16_bytes`: its tensors at two bytes
+    an element. `work_bytes`: the disk space needed while the checkpoint is assembled, when its parts and the finished
+    shards lie side by side.
     """
 
     model_type: str
-    name: str | None
+    name: str
     fingerprint: str
     preferred_group_size: int
     rotation: str
@@ -127,7 +128,7 @@ def render_plan(plan: Plan) -> str:
         ("disk for the work", plan.work_bytes, "  parts and finished shards side by side"),
     ]
     lines = [
-        f"{plan.name or 'model'} ({plan.model_type}), rotation {plan.rotation}",
+        f"{plan.name} ({plan.model_type}), rotation {plan.rotation}",
         f"{len(plan.modules)} modules to quantize: {described}",
         *(f"  {label:<18}{_megabytes(size):>12}{remark}" for label, size, remark in rows),
         *(f"note: {note}" for note in plan.notes),
@@ -150,7 +151,7 @@ def _plan(source: Source, architecture: Architecture, options: ConvertOptions, f
         scales += outputs * (inputs // size)
     return Plan(
         model_type=architecture.model_type,
-        name=source.provenance.name,
+        name=source.provenance.name or source.location.resolve().name,
         fingerprint=fingerprint,
         preferred_group_size=preferred,
         rotation=options.rotation_kind,

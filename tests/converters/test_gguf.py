@@ -195,7 +195,7 @@ def test_quantized_types_are_dequantized(tmp_path: Path, tiny_model: Make, kind:
         assert read.dtype == torch.float32
         assert torch.equal(read, expected), name
     assert source.notes == [
-        f"m.gguf is already quantized ({kind.name} in 16 tensors); the result cannot be better than it. An F16, BF16 "
+        f"m.gguf is already quantized (16 x {kind.name}); the result cannot be better than it. An F16, BF16 "
         "or F32 file, or the original model, gives a better one"
     ]
 

@@ -398,7 +398,7 @@ def test_render_plan(tmp_path: Path, tiny_model: Make) -> None:
     source = write(tmp_path / "source", model)
     source.notes.append("a remark")
     assert render_plan(plan_of(source, tmp_path / "output")) == (
-        "model (llama), rotation none\n"
+        "source (llama), rotation none\n"
         "14 modules to quantize: 2 with groups of 128, 12 with groups of 64\n"
         "  base planes             3.5 MB\n"
         "  scales                  0.2 MB\n"
