@@ -13,7 +13,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, read_archit
 from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
 from bitnest_format.converters.gguf_file import GGUF_MAGIC, GgufFile, GgufTensor, read_gguf
 from bitnest_format.converters.gguf_tokenizer import write_tokenizer
-from bitnest_format.converters.hf import READERS, Scan, count_non_finite, describe_non_finite
+from bitnest_format.converters.hf import Scan, count_non_finite, describe_non_finite, scan_all
 from bitnest_format.errors import SourceError, UnsupportedModelError
 from bitnest_format.shards import write_json
 
@@ -166,8 +165,7 @@ class GgufSource:
     def inspect(self) -> Inspection:
         """Read every tensor once, in the order of the file."""
         names = sorted(self.tensors, key=lambda name: self._tensor(name).start)
-        with ThreadPoolExecutor(READERS) as pool:
-            scans = dict(zip(names, pool.map(lambda name: _scan(self._file, self._tensor(name)), names), strict=True))
+        scans = scan_all(lambda name: _scan(self._file, self._tensor(name)), names)
         problems = [*self._problems]
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode("utf-8"))
         for name in self.tensors:

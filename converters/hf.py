@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,10 +147,7 @@ class HuggingFaceSource:
     def inspect(self) -> Inspection:
         """Read every tensor once, in the order of the files."""
         order = {name: (location.file, location.entry.start) for name, location in self._locations.items()}
-        in_file_order = sorted(order, key=order.__getitem__)
-        with ThreadPoolExecutor(READERS) as pool:
-            scans = pool.map(lambda name: _scan(self._locations[name]), in_file_order)
-            results = dict(zip(in_file_order, scans, strict=True))
+        results = scan_all(lambda name: _scan(self._locations[name]), sorted(order, key=order.__getitem__))
         problems = [*self._problems]
         for name in (*self.tensors, *(results.keys() - self.tensors.keys())):
             if results[name].bad:
@@ -158,7 +155,8 @@ class HuggingFaceSource:
                 problems.append(f"{where}: {results[name].bad}, expected finite weights. Export the model again.")
         if HEAD in results and HEAD not in self.tensors and EMBEDDING in results:
             if results[HEAD].sha256 == results[EMBEDDING].sha256:
-                self.notes.append(f"{HEAD}: repeats the embedding it is tied to; left out")
+                note = f"{HEAD}: repeats the embedding it is tied to; left out"
+                self.notes += [note] if note not in self.notes else []
             else:
                 problems.append(
                     f"{HEAD}: differs from {EMBEDDING} although config.json has tie_word_embeddings true. "
@@ -513,6 +511,17 @@ class Scan:
 
     sha256: str
     bad: str
+
+
+def scan_all(scan: Callable[[str], Scan], names: Iterable[str]) -> dict[str, Scan]:
+    """Scan tensors in the given order, a few at a time (hashing and reading release the interpreter lock)."""
+    names = list(names)
+    pool = ThreadPoolExecutor(READERS)
+    try:
+        return dict(zip(names, pool.map(scan, names), strict=True))
+    finally:
+        # An interrupt must not wait for the tensors that have not been started.
+        pool.shutdown(cancel_futures=True)
 
 
 def _scan(location: Location) -> Scan:

@@ -587,6 +587,7 @@ def test_tied_head_that_repeats_the_embedding(tmp_path: Path, tiny_model: Make) 
     source = HuggingFaceSource(add_tokenizer(write_single(tmp_path, (config, tensors))))
     assert source.inspect().problems == []
     assert "lm_head.weight" not in source.tensors
+    assert source.inspect().problems == []
     assert source.notes == ["lm_head.weight: repeats the embedding it is tied to; left out"]
 
 
