@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bitnest_format.checkpoint import Checkpoint, NestedWeight
-from bitnest_format.errors import CheckpointError
 from bitnest_format.kernels.reference import quantize_activation
 from bitnest_format.kernels.reference_linear import LinearWeight, View, nested_linear, prepare_linear
 
@@ -32,14 +31,7 @@ class NestedLinear:
     ):
         weights = [checkpoint.weight(name) for name in names]
         self.plane_bytes = {view: sum(_stored_bytes(weight, view) for weight in weights) for view in views}
-        self.parts: list[LinearWeight] = []
-        for names_of_part, joined in _join(names, weights):
-            try:
-                self.parts.append(_prepare(joined, views, unpack, device))
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{', '.join(names_of_part)}: {error}. Convert again, or restore the shards."
-                ) from error
+        self.parts = [_prepare(joined, views, unpack, device) for joined in _join(weights)]
 
     def __call__(self, x: Tensor, view: View) -> Tensor:
         """float32 `[M, I]` -> float32 `[M, O]`; the input is quantized per token."""
@@ -65,16 +57,15 @@ def _prepare(
     )
 
 
-def _join(names: Sequence[str], weights: Sequence[NestedWeight]) -> list[tuple[list[str], NestedWeight]]:
+def _join(weights: Sequence[NestedWeight]) -> list[NestedWeight]:
     """Neighbours that can be one product, stacked along outputs."""
-    runs: list[tuple[list[str], list[NestedWeight]]] = []
-    for name, weight in zip(names, weights, strict=True):
-        if runs and _alike(runs[-1][1][0], weight):
-            runs[-1][0].append(name)
-            runs[-1][1].append(weight)
+    runs: list[list[NestedWeight]] = []
+    for weight in weights:
+        if runs and _alike(runs[-1][0], weight):
+            runs[-1].append(weight)
         else:
-            runs.append(([name], [weight]))
-    return [(run_names, _stack(run)) for run_names, run in runs]
+            runs.append([weight])
+    return [_stack(run) for run in runs]
 
 
 def _alike(first: NestedWeight, second: NestedWeight) -> bool:
