@@ -129,14 +129,16 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     fields = _Fields(config)
     hidden = fields.positive("hidden_size")
+    before = len(fields.problems)
     heads = fields.positive("num_attention_heads")
     kv_heads = fields.positive("num_key_value_heads", default=heads)
+    heads_are_known = len(fields.problems) == before
     head_dim = fields.positive("head_dim", default=hidden // heads)
     layers = fields.positive("num_hidden_layers", at_most=MOST_LAYERS)
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.problems.append(f"config.json: hidden_act is {activation!r}, expected 'silu'")
-    if heads % kv_heads:
+    if heads_are_known and heads % kv_heads:
         fields.problems.append(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )

@@ -249,8 +249,9 @@ class _Validation:
                 self._add(shard, WHOLE_FILE, f"missing, though {by} names it. Download the checkpoint again.")
                 continue
             try:
-                self.headers[shard] = read_header(self.folder / shard)
+                header = read_header(self.folder / shard)
                 self._check_metadata(shard)
+                self.headers[shard] = header
             except FileFormatError as error:
                 self.broken.add(shard)
                 self._add(shard, WHOLE_FILE, _without_name(error, shard))
