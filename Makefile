@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 DEMO := demo/SmolLM2-135M-Instruct-BitNest
 DEMO_PROMPT := What is a bird's nest made of? Answer in two sentences.
 
-.PHONY: help demo test lint format typecheck wheel clean
+.PHONY: help demo test lint format typecheck clean
 
 help:
 	@echo "make demo       convert SmolLM2-135M-Instruct, validate, inspect, generate"
