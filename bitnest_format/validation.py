@@ -558,7 +558,8 @@ class _Validation:
         try:
             with (self.folder / shard).open("rb") as file:
                 file.seek(entry.start)
-                raw = bytearray(file.read(entry.size))
+                raw = bytearray(entry.size)
+                file.readinto(raw)
         except OSError as error:
             self._add(shard, WHOLE_FILE, f"cannot be read ({error.strerror or error})")
             return None
