@@ -11,6 +11,8 @@ Letters: `M` rows (tokens), `H` hidden size, `I` inputs, `V` vocabulary, `D` hea
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     `x` `[M, I]` -> int8 codes `[M, I]` in -127..127, float32 scale `[M]`. A row of zeros gets codes 0 and the
     smallest scale. Rounding is to nearest, ties to even.
     """
-    scale = (x.abs().amax(dim=-1) / ACTIVATION_MAX).clamp_min(SMALLEST_SCALE[torch.float32])
+    scale = (x.abs().amax(dim=-1) / constant(ACTIVATION_MAX, x.device)).clamp_min(SMALLEST_SCALE[torch.float32])
     return (x / scale.unsqueeze(-1)).round().to(torch.int8), scale
 
 
@@ -42,7 +44,8 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
         total = torch.stack([row.sum(dim=-1, keepdim=True) for row in squares.unbind(0)])
     else:
         total = squares.sum(dim=-1, keepdim=True)
-    return x / (total / x.shape[-1] + epsilon).sqrt() * gain
+    mean = total / constant(x.shape[-1], x.device)
+    return x / (mean + constant(epsilon, x.device)).sqrt() * gain
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -82,3 +85,13 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
             for number, row in enumerate(rows):
                 torch.mv(chunk, row, out=outputs[number, columns])
     return outputs
+
+
+@cache
+def constant(value: float, device: torch.device) -> Tensor:
+    """A float32 number as a tensor without dimensions.
+
+    Dividing by a Python number costs a conversion at every call, and on a GPU multiplies by a rounded reciprocal.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32, device=device)

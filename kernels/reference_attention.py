@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitnest_format import nesting, packing
-from bitnest_format.kernels.reference import DECODE_ROWS
+from bitnest_format.kernels.reference import DECODE_ROWS, constant
 
 
 def kv_encode(entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,10 +23,12 @@ def kv_encode(entries: Tensor) -> tuple[Tensor, Tensor]:
     Plane 0 is the base, plane 1 the refinement. Codes and scales equal `nesting.encode_kv`; a vector of zeros gets
     codes 0 and the smallest scale.
     """
-    scale = (entries.abs().amax(dim=-1) / nesting.BASE_MAX).clamp_min(nesting.SMALLEST_SCALE[torch.float32])
+    device = entries.device
+    largest = entries.abs().amax(dim=-1)
+    scale = (largest / constant(nesting.BASE_MAX, device)).clamp_min(nesting.SMALLEST_SCALE[torch.float32])
     step = scale.unsqueeze(-1)
     base = (entries / step).round_().clamp_(nesting.BASE_MIN, nesting.BASE_MAX)
-    residual = (entries - base * step) / (step / nesting.STEPS_PER_BASE_STEP)
+    residual = (entries - base * step) / (step / constant(nesting.STEPS_PER_BASE_STEP, device))
     refinement = residual.round_().clamp_(nesting.REFINEMENT_MIN, nesting.REFINEMENT_MAX)
     nibbles = torch.stack((base, refinement)).add_(packing.CODE_OFFSET)
     return torch.add(nibbles[..., 0::2], nibbles[..., 1::2], alpha=16).to(torch.uint8), scale
@@ -38,12 +40,12 @@ def kv_decode(planes: Tensor, scale: Tensor, *, fine: bool) -> Tensor:
     KV4 reads plane 0 alone: `q4 * s`. KV8 is `(16 * q4 + qr) * (s / 16)`.
     """
     table = _nibble_table(planes.device)
-    base = torch.nn.functional.embedding(planes[0].int(), table).flatten(-2)
+    base = torch.embedding(table, planes[0].int()).flatten(-2)
     if not fine:
         return base * scale.unsqueeze(-1)
-    refinement = torch.nn.functional.embedding(planes[1].int(), table).flatten(-2)
+    refinement = torch.embedding(table, planes[1].int()).flatten(-2)
     codes = torch.add(refinement, base, alpha=nesting.STEPS_PER_BASE_STEP)
-    return codes * (scale / nesting.STEPS_PER_BASE_STEP).unsqueeze(-1)
+    return codes * (scale / constant(nesting.STEPS_PER_BASE_STEP, scale.device)).unsqueeze(-1)
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
@@ -60,7 +62,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, position: int, wind
 
 def _row_attention(queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
     rows, heads, size = queries.shape
-    grouped = (queries * size**-0.5).view(rows, keys.shape[0], -1, size)
+    grouped = (queries * constant(size**-0.5, queries.device)).view(rows, keys.shape[0], -1, size)
     outputs = []
     for number, query in enumerate(grouped.unbind(0)):
         stop = position + number + 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bitnest_format import nesting, packing
-from bitnest_format.kernels.reference import ACTIVATION_MAX
+from bitnest_format.kernels.reference import ACTIVATION_MAX, constant
 
 View = Literal["draft", "target"]
 
@@ -122,7 +122,7 @@ def nested_linear(codes: Tensor, scale: Tensor, weight: LinearWeight, view: View
     kept = weight.draft if view == "draft" else weight.target
     sums = _walk_packed(weight, operand, view) if kept is None else _walk(kept, operand, weight.scale)
     if view == "target":
-        scale = scale / nesting.STEPS_PER_BASE_STEP
+        scale = scale / constant(nesting.STEPS_PER_BASE_STEP, scale.device)
     output = sums * scale.unsqueeze(-1)
     return output if weight.bias is None else output + weight.bias
 
@@ -131,7 +131,7 @@ def _walk(codes: Tensor, operand: Tensor, scale: Tensor) -> Tensor:
     """Activations `[G, M, g]` times codes `[G, O, g]`, scaled and added up over the groups: float32 `[M, O]`."""
     block = max(1, BLOCK_SUMS // (codes.shape[0] * codes.shape[1]))
     if operand.shape[1] <= block:
-        return _add_groups(_group_sums(codes, operand) * scale)
+        return _add_groups(_group_sums(codes, operand).float().mul_(scale))
     return torch.cat([_walk(codes, rows, scale) for rows in operand.split(block, dim=1)])
 
 
