@@ -42,6 +42,7 @@ class LinearWeight:
     """
 
     outputs: int
+    group_inputs: int
     code_type: torch.dtype
     scale: Tensor
     base: Tensor | None = None
@@ -50,6 +51,12 @@ class LinearWeight:
     target: Tensor | None = None
     bias: Tensor | None = None
     permutation: Tensor | None = None
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of codes that one product reads: one group in int8, all of them at once in float32."""
+        groups = 1 if self.code_type == torch.int8 else self.scale.shape[0]
+        return groups * self.outputs * self.group_inputs * self.code_type.itemsize
 
 
 def code_type(device: torch.device) -> torch.dtype:
@@ -100,6 +107,7 @@ def prepare_linear(
         }
     return LinearWeight(
         outputs=outputs,
+        group_inputs=inputs // groups,
         code_type=dtype,
         scale=group_scale,
         bias=None if bias is None else bias.float(),

@@ -17,7 +17,8 @@ class NestedLinear:
     """One or several quantized modules that read the same input; their outputs are stacked in the given order.
 
     Modules are joined into one product where they share group size and input permutation, as they nearly always do.
-    `plane_bytes`: bytes that a view reads of the stored planes, scales, biases and permutations.
+    `plane_bytes`: bytes that a view reads of the stored planes, scales, biases and permutations. `product_bytes`: bytes
+    of codes that the largest single product reads.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class NestedLinear:
         weights = [checkpoint.weight(name) for name in names]
         self.plane_bytes = {view: sum(_stored_bytes(weight, view) for weight in weights) for view in views}
         self.parts = [_prepare(joined, views, unpack, device) for joined in _join(weights)]
+        self.product_bytes = max(part.product_bytes for part in self.parts)
 
     def __call__(self, x: Tensor, view: View) -> Tensor:
         """float32 `[M, I]` -> float32 `[M, O]`; the input is quantized per token."""

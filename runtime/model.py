@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,7 @@ from bitnest_format.runtime.kv_cache import KvCache
 from bitnest_format.runtime.linear import NestedLinear
 from bitnest_format.runtime.memory import available_bytes
 from bitnest_format.runtime.rope import RopeTable
+from bitnest_format.runtime.threads import worthwhile_threads
 
 Unpack = Literal["auto", "load", "call"]
 
@@ -83,6 +85,7 @@ class Decoder:
         self.final_norm = self._tensor(FINAL_NORM).float()
         self.layers = [self._load_layer(layer) for layer in range(self.architecture.layers)]
         self.view_bytes = {view: self._view_bytes(view) for view in views}
+        self.decode_threads = worthwhile_threads(max(linear.product_bytes for linear in self._linears()))
 
     def unpacked_bytes(self) -> int:
         """Bytes of the codes and the float32 head that `unpack="load"` keeps."""
@@ -189,12 +192,11 @@ class Decoder:
         return tensor.to(self.device)
 
     def _view_bytes(self, view: View) -> int:
-        linears = (
-            linear
-            for layer in self.layers
-            for linear in (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
-        )
-        return sum(linear.plane_bytes[view] for linear in linears)
+        return sum(linear.plane_bytes[view] for linear in self._linears())
+
+    def _linears(self) -> Iterator[NestedLinear]:
+        for layer in self.layers:
+            yield from (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
 
 
 def _choose_unpack(unpack: Unpack, needed: int, device: torch.device) -> Literal["load", "call"]:

@@ -18,6 +18,7 @@ from bitnest_format.kernels.reference_linear import View
 from bitnest_format.runtime.kv_cache import KvCache, KvSettings
 from bitnest_format.runtime.model import Decoder
 from bitnest_format.runtime.sampling import Decider
+from bitnest_format.runtime.threads import at_most
 
 
 @dataclass(slots=True)
@@ -60,6 +61,10 @@ class SpeculativeLoop:
     @torch.inference_mode()
     def round(self, pending: int, gamma: int) -> list[int]:
         """Draft `gamma` tokens, verify, rewind; the committed tokens, of which the last is pending."""
+        with at_most(self.decoder.decode_threads):
+            return self._round(pending, gamma)
+
+    def _round(self, pending: int, gamma: int) -> list[int]:
         length = self.cache.length
         began = time.perf_counter()
         drafted, proposals = [], []
