@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # With the repository root on sys.path our kernels/ would shadow the package of that name.
 export PYTHONSAFEPATH := 1
 
-DEMO := demo/SmolLM2-135M-Instruct-BitNest
-DEMO_PROMPT := What is a bird's nest made of? Answer in two sentences.
+DEMO := ./demo/SmolLM2-135M-Instruct-BitNest
+DEMO_PROMPT := Write a short story about a bird that builds a nest.
 
 .PHONY: help demo test lint format typecheck clean
 
