@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -91,9 +92,13 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One process: seconds and bytes, for all of it and for the conversion alone."""
+    """One process: seconds and bytes, for all of it and for the conversion alone.
+
+    `disturbance` is the CPU seconds that other processes of the machine used meanwhile.
+    """
 
     tool: str
+    disturbance: float
     process_seconds: float
     process_peak: int
     conversion_seconds: float
@@ -148,19 +153,31 @@ def _one_run(tool: str, python: Path, options: argparse.Namespace, calibration: 
     report = out.with_suffix(".json")
     command = [python, __file__, "worker", tool, "--model", options.model, "--calibration", calibration]
     command += ["--out", out, "--group-size", options.group_size, "--report", report]
+    others = _others_seconds()
     began = time.perf_counter()
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, encoding="utf-8")
     seconds = time.perf_counter() - began
+    others = _others_seconds() - others
     if done.returncode != 0:
         sys.exit(f"{tool} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     figures = json.loads(report.read_text(encoding="utf-8"))
-    return Run(tool=tool, process_seconds=seconds, **figures)
+    return Run(tool=tool, disturbance=max(others, 0.0), process_seconds=seconds, **figures)
+
+
+def _others_seconds() -> float:
+    """CPU seconds of the whole machine since it started, less those of this process's finished children."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    counts = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1 : 1 + len(names)]
+    ticks = sum(int(n) for name, n in zip(names, counts, strict=True) if name not in ("idle", "iowait"))
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ticks / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
 
 
 def _describe(run: Run) -> str:
     return (
         f"{run.tool}: {run.process_seconds:.1f} s ({run.conversion_seconds:.1f} s converting), "
-        f"{run.process_peak / MIB:.0f} MiB ({run.conversion_peak / MIB:.0f} MiB converting)"
+        f"{run.process_peak / MIB:.0f} MiB ({run.conversion_peak / MIB:.0f} MiB converting), "
+        f"others used {run.disturbance:.0f} s of CPU"
     )
 
 

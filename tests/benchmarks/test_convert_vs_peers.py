@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +36,7 @@ def test_format_report_gives_medians_ranges_and_ratios(comparison: ModuleType) -
     def run(tool: str, seconds: float, mib: int) -> object:
         return comparison.Run(
             tool=tool,
+            disturbance=0.0,
             process_seconds=seconds,
             process_peak=mib * MIB,
             conversion_seconds=seconds - 1,
@@ -62,7 +66,9 @@ def test_format_report_gives_medians_ranges_and_ratios(comparison: ModuleType) -
 
 
 def test_format_report_leaves_out_what_one_tool_alone_cannot_say(comparison: ModuleType) -> None:
-    only = comparison.Run(tool="peer", process_seconds=2, process_peak=MIB, conversion_seconds=1, conversion_peak=MIB)
+    only = comparison.Run(
+        tool="peer", disturbance=0.0, process_seconds=2, process_peak=MIB, conversion_seconds=1, conversion_peak=MIB
+    )
     assert comparison.format_report([only], {}).splitlines()[2] == "| whole process, s |  | 2.0 (2.0-2.0) |  |"
 
 
@@ -100,3 +106,14 @@ def test_main_reports_a_tool_that_fails(comparison: ModuleType, tmp_path: Path) 
     )
     with pytest.raises(SystemExit, match="peer failed:\nit broke"):
         comparison._one_run("peer", broken, options, tmp_path / "calibration", tmp_path / "out")
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="reads Linux's account of the machine")
+def test_own_children_do_not_count_as_disturbance(comparison: ModuleType) -> None:
+    before = comparison._others_seconds()
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    seconds = time.perf_counter() - began
+    others = comparison._others_seconds() - before
+    # Everything but the child: at most what the other cores can do, and two clock ticks of rounding.
+    assert -0.05 <= others <= (os.cpu_count() or 1) * seconds - 0.5 + 0.05
