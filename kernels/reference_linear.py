@@ -96,15 +96,13 @@ def prepare_linear(
     group_scale = scale.float().repeat_interleave(parts, dim=1).T.unsqueeze(1).contiguous()
     groups = group_scale.shape[0]
     dtype = codes_in or code_type(base.device)
-    composed = None
-    if refinement is not None and "target" in views:
-        composed = nesting.compose(packing.unpack(base), packing.unpack(refinement))
-    kept: dict[str, Tensor | None] = {"base": base, "refinement": refinement if "target" in views else None}
+    if "target" not in views:
+        refinement = None
+    if refinement is not None and packing.any_forbidden_pair(base, refinement):
+        raise ValueError("a base code of -8 stands beside a negative refinement code")
+    kept: dict[str, Tensor | None] = {"base": base, "refinement": refinement}
     if unpack == "load":
-        kept = {
-            "draft": _by_group(packing.unpack(base), groups, dtype) if "draft" in views else None,
-            "target": None if composed is None else _by_group(composed, groups, dtype),
-        }
+        kept = {view: _by_group(_unpack(base, refinement, view), groups, dtype) for view in views}
     return LinearWeight(
         outputs=outputs,
         group_inputs=inputs // groups,
@@ -151,11 +149,7 @@ def _walk_packed(weight: LinearWeight, operand: Tensor, view: View) -> Tensor:
     pieces = []
     for first in range(0, weight.outputs, step):
         rows = slice(first, first + step)
-        codes = packing.unpack(weight.base[rows])
-        if view == "target":
-            assert weight.refinement is not None
-            # Never outside int8: `prepare_linear` has refused the pairs that would be.
-            codes = codes * nesting.STEPS_PER_BASE_STEP + packing.unpack(weight.refinement[rows])
+        codes = _unpack(weight.base[rows], None if weight.refinement is None else weight.refinement[rows], view)
         pieces.append(_walk(_by_group(codes, groups, weight.code_type), operand, weight.scale[..., rows]))
     return torch.cat(pieces, dim=1)
 
@@ -179,6 +173,16 @@ def _add_groups(sums: Tensor) -> Tensor:
         sums[: groups - half] += sums[half:groups]
         groups = half
     return sums[0]
+
+
+def _unpack(base: Tensor, refinement: Tensor | None, view: View) -> Tensor:
+    """The codes of a view from words: int8 `[O, I]`."""
+    codes = packing.unpack(base)
+    if view == "draft":
+        return codes
+    assert refinement is not None
+    # Never outside int8: `prepare_linear` has refused the pairs that would be.
+    return codes * nesting.STEPS_PER_BASE_STEP + packing.unpack(refinement)
 
 
 def _by_group(codes: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from bitnest_format.architecture import (
 )
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError
-from bitnest_format.kernels.reference import apply_rope, lm_head, rms_norm, silu_mul
+from bitnest_format.kernels.reference import DECODE_ROWS, apply_rope, lm_head, rms_norm, silu_mul
 from bitnest_format.kernels.reference_attention import attention
 from bitnest_format.kernels.reference_linear import View, code_type
 from bitnest_format.runtime.kv_cache import KvCache
@@ -85,13 +85,17 @@ class Decoder:
         self.final_norm = self._tensor(FINAL_NORM).float()
         self.layers = [self._load_layer(layer) for layer in range(self.architecture.layers)]
         self.view_bytes = {view: self._view_bytes(view) for view in views}
-        self.decode_threads = worthwhile_threads(max(linear.product_bytes for linear in self._linears()))
+        self.product_bytes = max(linear.product_bytes for linear in self._linears())
 
     def unpacked_bytes(self) -> int:
         """Bytes of the codes and the float32 head that `unpack="load"` keeps."""
         weights = sum(outputs * inputs for _, (outputs, inputs) in self.architecture.modules())
         codes = code_type(self.device).itemsize * len(self.views) * weights
         return codes + 4 * self.architecture.vocab_size * self.architecture.hidden_size
+
+    def threads(self, rows: int) -> int:
+        """CPU threads that a pass of `rows` rows is worth."""
+        return worthwhile_threads(self.product_bytes * max(1, min(rows, PREFILL_ROWS) // DECODE_ROWS))
 
     def new_cache(self) -> KvCache:
         """An empty cache that fits this model."""

@@ -53,7 +53,8 @@ class SpeculativeLoop:
         """Run the prompt and return the first new token, which is pending."""
         began = time.perf_counter()
         ids = torch.tensor(prompt, device=self.decoder.device)
-        logits = self.decoder.prefill(ids, self.cache, self.view)
+        with at_most(self.decoder.threads(len(prompt))):
+            logits = self.decoder.prefill(ids, self.cache, self.view)
         _, token = self.decider.accept((), (), logits.unsqueeze(0))
         self.counters.seconds["prefill"] += time.perf_counter() - began
         return token
@@ -61,7 +62,7 @@ class SpeculativeLoop:
     @torch.inference_mode()
     def round(self, pending: int, gamma: int) -> list[int]:
         """Draft `gamma` tokens, verify, rewind; the committed tokens, of which the last is pending."""
-        with at_most(self.decoder.decode_threads):
+        with at_most(self.decoder.threads(gamma + 1)):
             return self._round(pending, gamma)
 
     def _round(self, pending: int, gamma: int) -> list[int]:

@@ -42,5 +42,7 @@ def test_the_number_of_threads_does_not_show(tmp_path: Path, tiny_checkpoint: Ca
     model = NestedModel.open(tiny_checkpoint(tmp_path / "model", eos_token_id=None))
     expected = model.generate([5, 6], max_new_tokens=16, gamma=3)
     assert torch.get_num_threads() == 3
-    model.decoder.decode_threads = 3
+    assert model.decoder.threads(4) == 1
+    model.decoder.product_bytes = 3 << 20
+    assert model.decoder.threads(4) == 12
     assert model.generate([5, 6], max_new_tokens=16, gamma=3).token_ids == expected.token_ids
