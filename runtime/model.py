@@ -56,9 +56,10 @@ class Decoder:
     """The layers of one checkpoint, ready to run. Holds no state of any text: that is a `KvCache`.
 
     `views`: those that will be asked for. `unpack`: `"load"` unpacks once, to one code a byte for each view (four bytes
-    on processors without byte products and on GPUs) and a float32 head: 12.2 GiB of codes for both views of a 7B model;
-    `"call"` keeps what is stored, half a byte a plane and weight, and unpacks at every call; `"auto"` takes the first
-    where it needs at most half of the memory now available. Both give the same bits.
+    on processors without exact byte products and on GPUs), and keeps cache entries decoded: fast, but both views of
+    LLaMA-2-7B take 12.1 GiB (48.3 GiB). `"call"` keeps what is stored, half a byte a weight and plane (6.4 GiB with
+    scales), and unpacks at every call. `"auto"` takes the first where its codes and its float32 head fit into half of
+    the memory now available. Both give the same bits.
 
     Raises `CheckpointError` or `FileFormatError` for a broken checkpoint, `UnsupportedModelError` for a model outside
     what can be run.

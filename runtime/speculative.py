@@ -83,7 +83,8 @@ class SpeculativeLoop:
 
     def _pass(self, tokens: list[int], position: int, view: View) -> torch.Tensor:
         stop = position + len(tokens)
-        fine_from = self.kv.draft_fine_from(stop) if view == "draft" else 0
+        keep = self.cache.keep_decoded
+        fine_from = self.kv.draft_fine_from(stop, keep_decoded=keep) if view == "draft" else 0
         self.counters.bytes_read += self.bytes_of_pass(stop, view, fine_from)
         ids = torch.tensor(tokens, device=self.decoder.device)
         return self.decoder.logits(self.decoder.forward(ids, position, self.cache, view, fine_from))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bitnest_format import nesting
 from bitnest_format.errors import UsageError
-from bitnest_format.runtime.kv_cache import KvCache, KvSettings
+from bitnest_format.runtime.kv_cache import SWITCH_LENGTH, KvCache, KvSettings
 
 
 def _entries(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -111,12 +111,21 @@ def test_entry_bytes() -> None:
     ("length", "expected"), [(0, 0), (100, 0), (101, 91), (110, 100)], ids=["empty", "at", "past", "further"]
 )
 def test_draft_fine_from(length: int, expected: int) -> None:
-    assert KvSettings(draft_switch_length=100, recent=10).draft_fine_from(length) == expected
+    settings = KvSettings(draft_switch_length=100, recent=10)
+    for keep_decoded in (True, False):
+        assert settings.draft_fine_from(length, keep_decoded=keep_decoded) == expected
 
 
 def test_draft_reads_everything_at_kv4_without_recent_entries() -> None:
-    assert KvSettings(draft_switch_length=0).draft_fine_from(7) == 7
-    assert KvSettings(draft_switch_length=0, recent=50).draft_fine_from(7) == 0
+    assert KvSettings(draft_switch_length=0).draft_fine_from(7, keep_decoded=True) == 7
+    assert KvSettings(draft_switch_length=0, recent=50).draft_fine_from(7, keep_decoded=True) == 0
+
+
+def test_by_default_drafts_switch_only_where_entries_are_decoded_at_each_read() -> None:
+    settings = KvSettings(recent=10)
+    assert settings.draft_fine_from(100_000, keep_decoded=True) == 0
+    assert settings.draft_fine_from(SWITCH_LENGTH, keep_decoded=False) == 0
+    assert settings.draft_fine_from(SWITCH_LENGTH + 1, keep_decoded=False) == SWITCH_LENGTH + 1 - 10
 
 
 @pytest.mark.parametrize("name", ["draft_switch_length", "recent"])
