@@ -104,7 +104,7 @@ def _read_json(path: Path) -> Iterator[str]:
             raise SourceError(f"{path}: is not valid JSON ({error})") from error
         numbered: Iterable[tuple[int, Any]] = enumerate(records, start=1)
     else:
-        numbered = ((n, _json_line(path, n, line)) for n, line in enumerate(text.splitlines(), 1) if line.strip())
+        numbered = ((n, _json_line(path, n, line)) for n, line in enumerate(text.split("\n"), 1) if line.strip())
     for number, record in numbered:
         yield _record_text(record, f"{path}: record {number}")
 

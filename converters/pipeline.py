@@ -55,7 +55,7 @@ from bitnest_format.converters.rotation import (
     rotate_layer,
 )
 from bitnest_format.converters.work_folder import Part, WorkFolder
-from bitnest_format.errors import BitnestError
+from bitnest_format.errors import BitnestError, SourceError
 from bitnest_format.manifest import Manifest, Module, Plane
 from bitnest_format.shards import tensor_sha256
 
@@ -194,6 +194,8 @@ class _Conversion:
             self.report("quantizing layers", layer, layers)
             finished = self.work.finished(_layer_part(layer))
             last = layer == layers - 1
+            if finished:
+                self.warnings += self.work.warnings(_layer_part(layer))
             if finished and (model is None or last):
                 continue
             weights = self._folded_layer(layer)
@@ -201,7 +203,9 @@ class _Conversion:
                 model.run_layer(layer, weights, collect=() if finished else SHARED_INPUTS, last=last) if model else {}
             )
             if not finished:
-                self.work.write(_layer_part(layer), self._quantize_layer(layer, weights, hessians))
+                part = self._quantize_layer(layer, weights, hessians)
+                self.warnings += part.warnings
+                self.work.write(_layer_part(layer), part)
         self.report("quantizing layers", layers, layers)
 
     def _folded_layer(self, layer: int) -> dict[str, Tensor]:
@@ -222,7 +226,7 @@ class _Conversion:
             hessian = hessians.get(linears[0])
             outputs = [weights[f"{name}.weight"].shape[0] for name in names]
             for name, (base, refinement, scale, clipped) in zip(
-                names, self._quantize(names, stacked, outputs, hessian), strict=True
+                names, self._quantize(part, names, stacked, outputs, hessian), strict=True
             ):
                 self._add_module(part, name, weights, base, refinement, scale, clipped)
         for name in self.architecture.layer_tensors(layer):
@@ -231,7 +235,7 @@ class _Conversion:
         return part
 
     def _quantize(
-        self, names: list[str], weight: Tensor, outputs: list[int], hessian: Tensor | None
+        self, part: Part, names: list[str], weight: Tensor, outputs: list[int], hessian: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
         """Base codes, refinement codes, scales and saturation of modules that share their input."""
         options = self.options
@@ -240,7 +244,7 @@ class _Conversion:
         if hessian is not None:
             factor = gptq_solver.inverse_factor(hessian, options.damping)
             if factor is None or factor.damping != options.damping:
-                self._warn_about_hessian(names, factor)
+                part.warnings.append(_hessian_warning(names, factor, options.damping))
         scale_type = nesting.stored_scale_type(nesting.group_max_abs(weight, group_size))
         base = gptq_solver.solve_base(
             weight,
@@ -248,7 +252,7 @@ class _Conversion:
             group_size=group_size,
             scale_type=scale_type,
             search=options.scale_search == "mse",
-            bound=options.base_bound,
+            bound=options.base_bound if options.base == "gptq" else None,
             sweeps=options.base_sweeps,
         )
         if options.refinement == "feedback" and factor is not None:
@@ -261,16 +265,6 @@ class _Conversion:
             *(tensor.split(outputs) for tensor in (base.codes, refinement, base.scale, clipped)), strict=True
         ):
             yield codes, fine, scale.to(scale_type), float(share.mean())
-
-    def _warn_about_hessian(self, names: list[str], factor: gptq_solver.InverseFactor | None) -> None:
-        where = ", ".join(names)
-        if factor is None:
-            self.warnings.append(f"{where}: the Hessian could not be inverted; rounded to nearest instead")
-        else:
-            self.warnings.append(
-                f"{where}: the Hessian needed damping {factor.damping:g} (asked for {self.options.damping:g}); "
-                "more calibration text may help"
-            )
 
     def _add_module(
         self,
@@ -306,11 +300,14 @@ class _Conversion:
         )
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:
-        """An unquantized tensor in its source type, or in float32 where that type cannot hold it."""
-        kept = tensor.to(self.source.tensors[name].dtype)
+        """An unquantized tensor in its source type, on the CPU. Raises `SourceError` where it does not fit."""
+        dtype = self.source.tensors[name].dtype
+        kept = tensor.to(dtype)
         if not bool(torch.isfinite(kept).all()):
-            self.warnings.append(f"{name}: does not fit {kept.dtype} after rotation; stored in float32")
-            kept = tensor.float()
+            raise SourceError(
+                f"{name}: its largest magnitude, {float(tensor.abs().max()):g}, does not fit {dtype}; "
+                "convert a bfloat16 or float32 copy of the model"
+            )
         return kept.cpu()
 
     def _embedding_rows(self, ids: Tensor) -> Tensor:
@@ -324,7 +321,7 @@ class _Conversion:
         rotation = self.rotation
 
         def embedding() -> Part:
-            return Part(base={EMBEDDING: self._fold_rows(EMBEDDING, EMBEDDING, rotate_embedding)})
+            return Part(base={EMBEDDING: self._fold_rows(EMBEDDING, rotate_embedding)})
 
         def final() -> Part:
             gain = self.source.read(FINAL_NORM).to(self.options.device)
@@ -332,20 +329,21 @@ class _Conversion:
             part = Part(base={FINAL_NORM: self._kept(FINAL_NORM, norm)})
             if rotation is not None or not tied:
                 head = EMBEDDING if tied else HEAD
-                part.base[HEAD] = self._fold_rows(head, head, lambda rows, r: rotate_head(rows, gain, r))
+                part.base[HEAD] = self._fold_rows(head, lambda rows, r: rotate_head(rows, gain, r))
             return part
 
         yield "embedding", embedding
         yield "head", final
 
-    def _fold_rows(self, name: str, like: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Tensor:
-        """A big matrix folded piecewise, so that float64 never exists for all of it."""
+    def _fold_rows(self, name: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Tensor:
+        """A big matrix folded piecewise into its source type, so that float64 never exists for all of it."""
         matrix = self.source.read(name)
-        if self.rotation is None:
-            return matrix.to(self.source.tensors[like].dtype)
-        pieces = [fold(rows.to(self.options.device), self.rotation).float().cpu() for rows in matrix.split(FOLD_ROWS)]
-        del matrix
-        return self._kept(like, torch.cat(pieces))
+        kept = torch.empty(matrix.shape, dtype=self.source.tensors[name].dtype)
+        for first in range(0, matrix.shape[0], FOLD_ROWS):
+            rows = matrix[first : first + FOLD_ROWS].to(self.options.device)
+            piece = rows.float() if self.rotation is None else fold(rows, self.rotation).float()
+            kept[first : first + FOLD_ROWS] = self._kept(name, piece)
+        return kept
 
     def assemble(self, side_files: list[str]) -> Manifest:
         """Join the parts into shards and write indexes, config and manifest into the work folder."""
@@ -366,17 +364,7 @@ class _Conversion:
         quantized = {plane for module in modules.values() for plane in (module.base.name, module.scale.name)}
         manifest = Manifest(
             created_by={"name": "bitnest-format", "version": __version__},
-            nesting={
-                "base_bits": 4,
-                "refinement_bits": 4,
-                "group_size": self.options.group_size or self.plan.preferred_group_size,
-                "base_method": self.options.base,
-                "base_bound": self.options.base_bound,
-                "base_sweeps": self.options.base_sweeps,
-                "scale_search": self.options.scale_search,
-                "refine_method": self.options.refinement,
-                "refinement_sweeps": self.options.refinement_sweeps,
-            },
+            nesting=_nesting_record(self.options, self.plan.preferred_group_size),
             activation={"bits": 8, "granularity": "token", "symmetric": True},
             kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
             speculation={"gamma": 4},
@@ -402,6 +390,24 @@ class _Conversion:
         return config
 
 
+def _nesting_record(options: ConvertOptions, group_size: int) -> dict[str, Any]:
+    """The manifest's `nesting` entry; settings that the chosen methods do not use are left out."""
+    record: dict[str, Any] = {
+        "base_bits": 4,
+        "refinement_bits": 4,
+        "group_size": group_size,
+        "scale_search": options.scale_search,
+        "base_method": options.base,
+        "base_bound": None,
+        "refine_method": options.refinement,
+    }
+    if options.base == "gptq":
+        record |= {"base_bound": options.base_bound, "base_sweeps": options.base_sweeps, "damping": options.damping}
+    if options.refinement == "feedback":
+        record["refinement_sweeps"] = options.refinement_sweeps
+    return record
+
+
 def _source_record(source: Source, fingerprint: str) -> dict[str, Any]:
     provenance = source.provenance
     return {
@@ -411,6 +417,16 @@ def _source_record(source: Source, fingerprint: str) -> dict[str, Any]:
         "license": provenance.license,
         "fingerprint": fingerprint,
     }
+
+
+def _hessian_warning(names: list[str], factor: gptq_solver.InverseFactor | None, damping: float) -> str:
+    where = ", ".join(names)
+    if factor is None:
+        return f"{where}: the Hessian could not be inverted; rounded to nearest instead"
+    return (
+        f"{where}: the Hessian needed damping {factor.damping:g} (asked for {damping:g}); "
+        "more calibration text may help"
+    )
 
 
 def _layer_part(layer: int) -> str:

@@ -34,11 +34,12 @@ REFINEMENT_KEY = "refinement"
 
 @dataclass(slots=True)
 class Part:
-    """Tensors to be stored, by name, and the records of the modules they belong to."""
+    """Tensors to be stored, by name, the records of the modules they belong to, and what a person should know."""
 
     base: dict[str, Any] = field(default_factory=dict)
     refinement: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, Module] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +109,22 @@ class WorkFolder:
                 self._write_tensors(self._tensors(name, key), tensors)
         record = self._record(name)
         unfinished = record.with_suffix(".tmp")
-        write_json(unfinished, {module: data.to_dict() for module, data in part.modules.items()})
+        modules = {module: data.to_dict() for module, data in part.modules.items()}
+        write_json(unfinished, {"modules": modules, "warnings": part.warnings})
         unfinished.replace(record)
 
     def read(self, name: str) -> Part:
         """A stored part, its tensors as copies yet to be made (`Pending`)."""
-        modules = read_json(self._record(name))
+        modules = read_json(self._record(name))["modules"]
         return Part(
             base=self._pending(self._tensors(name, "base")),
             refinement=self._pending(self._tensors(name, REFINEMENT_KEY)),
             modules={module: Module.from_dict(data) for module, data in modules.items()},
         )
+
+    def warnings(self, name: str) -> list[str]:
+        """What was said when a part was made."""
+        return list(read_json(self._record(name))["warnings"])
 
     def publish(self, output: Path) -> None:
         """Rename the finished checkpoint into place and drop the rest."""
