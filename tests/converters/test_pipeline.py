@@ -79,7 +79,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-ROUNDING = ({"base": "rtn", "refinement": "closed"}, {"draft": 0.15, "target": 0.01})
+ROUNDING = ({"base": "rtn", "refinement": "closed", "scale_search": "max"}, {"draft": 0.15, "target": 0.01})
 # Error feedback spends weight error to save output error; its limits are wider.
 FEEDBACK: Any = ({}, {"draft": 0.25, "target": 0.06})
 
