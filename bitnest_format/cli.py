@@ -304,7 +304,12 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
 @click.option("--top-p", type=float, help="Sample from the likeliest tokens that together have this probability.")
 @click.option("--seed", type=int, default=0, help="Seed of sampling.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
-@click.option("--kv-switch", type=int, show_default="8192", help="Cache entries up to which drafts read KV8.")
+@click.option(
+    "--kv-switch",
+    type=int,
+    show_default="the measured length with --unpack call, otherwise never reached",
+    help="Cache entries up to which drafts read KV8.",
+)
 @click.option("--recent", type=int, show_default="0", help="Newest entries that drafts read at KV8 beyond that.")
 @click.option(
     "--unpack",

@@ -348,7 +348,6 @@ def test_generate_passes_every_option(nested, monkeypatch):
 
 def test_generate_defaults_in_the_help_are_those_of_the_library():
     shown = {p.name: p.show_default for p in cli.main.commands["generate"].params if isinstance(p, click.Option)}
-    assert shown["kv_switch"] == str(KvSettings().draft_switch_length)
     assert shown["recent"] == str(KvSettings().recent)
     library = inspect.signature(NestedModel.generate).parameters
     for option in cli.main.commands["generate"].params:
