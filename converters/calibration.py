@@ -1,4 +1,9 @@
-"""Token sequences to calibrate on: from the built-in text, a file of text, JSON Lines, Parquet, or token ids."""
+"""Token sequences to calibrate on: from the built-in text, a file of text, JSON Lines, Parquet, or token ids.
+
+The built-in text is made of two public-domain documents (the Declaration of Independence and the Constitution of the
+United States) and, between their parts, of questions and answers in prose and code that were written for this project
+and are dedicated to the public domain (CC0).
+"""
 
 from __future__ import annotations
 

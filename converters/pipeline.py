@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnest_format import __version__, nesting, packing
+from bitnest_format import __version__
 from bitnest_format.architecture import (
     ATTENTION_INPUTS,
     ATTENTION_OUTPUT,
@@ -34,19 +34,13 @@ from bitnest_format.architecture import (
     Architecture,
     read_architecture,
 )
-from bitnest_format.checkpoint import (
-    BASE_SUFFIX,
-    REFINEMENT_SUFFIX,
-    SCALE_SUFFIX,
-    CheckpointWriter,
-    checkpoint_config,
-)
-from bitnest_format.converters import gptq_solver
+from bitnest_format.checkpoint import CheckpointWriter, checkpoint_config
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import Calibration, load_calibration
 from bitnest_format.converters.float_model import FloatModel
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.preflight import Plan, preflight
+from bitnest_format.converters.quantize import module_record, quantize_together, stored_planes
 from bitnest_format.converters.rotation import (
     Rotation,
     make_rotation,
@@ -56,8 +50,7 @@ from bitnest_format.converters.rotation import (
 )
 from bitnest_format.converters.work_folder import Part, WorkFolder
 from bitnest_format.errors import BitnestError, SourceError
-from bitnest_format.manifest import Manifest, Module, Plane
-from bitnest_format.shards import tensor_sha256
+from bitnest_format.manifest import Manifest, Module
 
 Progress = Callable[[str, int, int], None]
 
@@ -219,85 +212,24 @@ class _Conversion:
 
     def _quantize_layer(self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Part:
         part = Part()
-        prefix = f"model.layers.{layer}."
         for linears in SHARED_INPUTS:
-            names = [prefix + linear for linear in linears]
-            stacked = torch.cat([weights[f"{name}.weight"] for name in names])
-            hessian = hessians.get(linears[0])
-            outputs = [weights[f"{name}.weight"].shape[0] for name in names]
-            for name, (base, refinement, scale, clipped) in zip(
-                names, self._quantize(part, names, stacked, outputs, hessian), strict=True
-            ):
-                self._add_module(part, name, weights, base, refinement, scale, clipped)
+            names = [f"model.layers.{layer}.{linear}" for linear in linears]
+            matrices = {name: weights[f"{name}.weight"] for name in names}
+            group_size = self.plan.group_sizes[names[0]]
+            solved, remarks = quantize_together(matrices, hessians.get(linears[0]), group_size, self.options)
+            part.warnings += remarks
+            for name, codes in solved.items():
+                base, refinement = stored_planes(name, codes)
+                bias = f"{name}.bias" if f"{name}.bias" in weights else None
+                part.base |= base
+                part.refinement |= refinement
+                part.modules[name] = module_record(
+                    name, codes, matrices[name], base | refinement, group_size=group_size, bias=bias
+                )
         for name in self.architecture.layer_tensors(layer):
-            if not name.endswith("proj.weight"):
+            if name.removesuffix(".weight") not in part.modules:
                 part.base[name] = self._kept(name, weights[name])
         return part
-
-    def _quantize(
-        self, part: Part, names: list[str], weight: Tensor, outputs: list[int], hessian: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-        """Base codes, refinement codes, scales and saturation of modules that share their input."""
-        options = self.options
-        group_size = self.plan.group_sizes[names[0]]
-        factor = None
-        if hessian is not None:
-            factor = gptq_solver.inverse_factor(hessian, options.damping)
-            if factor is None or factor.damping != options.damping:
-                part.warnings.append(_hessian_warning(names, factor, options.damping))
-        scale_type = nesting.stored_scale_type(nesting.group_max_abs(weight, group_size))
-        base = gptq_solver.solve_base(
-            weight,
-            factor if options.base == "gptq" else None,
-            group_size=group_size,
-            scale_type=scale_type,
-            search=options.scale_search == "mse",
-            bound=options.base_bound if options.base == "gptq" else None,
-            sweeps=options.base_sweeps,
-        )
-        if options.refinement == "feedback" and factor is not None:
-            solved = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, options.refinement_sweeps)
-            refinement, clipped = solved.codes, solved.clipped
-        else:
-            refinement = nesting.encode_refinement(weight, base.codes, base.scale)
-            clipped = nesting.saturated(weight, base.codes, base.scale).float().mean(dim=1)
-        for codes, fine, scale, share in zip(
-            *(tensor.split(outputs) for tensor in (base.codes, refinement, base.scale, clipped)), strict=True
-        ):
-            yield codes, fine, scale.to(scale_type), float(share.mean())
-
-    def _add_module(
-        self,
-        part: Part,
-        name: str,
-        weights: Mapping[str, Tensor],
-        base: Tensor,
-        refinement: Tensor,
-        scale: Tensor,
-        clipped: float,
-    ) -> None:
-        weight = weights[f"{name}.weight"]
-        planes = {
-            BASE_SUFFIX: packing.pack(base).cpu(),
-            SCALE_SUFFIX: scale.cpu(),
-            REFINEMENT_SUFFIX: packing.pack(refinement).cpu(),
-        }
-        stored = {suffix: f"{name}.{suffix}" for suffix in planes}
-        part.base |= {stored[suffix]: planes[suffix] for suffix in (BASE_SUFFIX, SCALE_SUFFIX)}
-        part.refinement[stored[REFINEMENT_SUFFIX]] = planes[REFINEMENT_SUFFIX]
-        records = {suffix: Plane(name=stored[suffix], sha256=tensor_sha256(planes[suffix])) for suffix in planes}
-        bias = f"{name}.bias"
-        part.modules[name] = Module(
-            shape=(weight.shape[0], weight.shape[1]),
-            group_size=self.plan.group_sizes[name],
-            base=records[BASE_SUFFIX],
-            scale=records[SCALE_SUFFIX],
-            refinement=records[REFINEMENT_SUFFIX],
-            bias=bias if bias in weights else None,
-            saturation=round(clipped, 6),
-            draft_error=_relative_error(nesting.draft_weight(base, scale), weight),
-            target_error=_relative_error(nesting.target_weight(base, refinement, scale), weight),
-        )
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:
         """An unquantized tensor in its source type, on the CPU. Raises `SourceError` where it does not fit."""
@@ -419,23 +351,8 @@ def _source_record(source: Source, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _hessian_warning(names: list[str], factor: gptq_solver.InverseFactor | None, damping: float) -> str:
-    where = ", ".join(names)
-    if factor is None:
-        return f"{where}: the Hessian could not be inverted; rounded to nearest instead"
-    return (
-        f"{where}: the Hessian needed damping {factor.damping:g} (asked for {damping:g}); "
-        "more calibration text may help"
-    )
-
-
 def _layer_part(layer: int) -> str:
     return f"layer-{layer:05d}"
-
-
-def _relative_error(rebuilt: Tensor, weight: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(weight))
-    return round(float(torch.linalg.vector_norm(rebuilt - weight)) / norm, 6) if norm else 0.0
 
 
 def _mean(values: Iterator[float | None]) -> float | None:

@@ -1,0 +1,109 @@
+"""Both planes of linear layers that read the same input, and the manifest's record of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitnest_format import nesting, packing
+from bitnest_format.checkpoint import BASE_SUFFIX, REFINEMENT_SUFFIX, SCALE_SUFFIX
+from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.options import ConvertOptions
+from bitnest_format.manifest import Module, Plane
+from bitnest_format.shards import tensor_sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """One module's int8 codes `[O, I]`, its scale `[O, G]` in its stored type, and the share of clipped codes."""
+
+    base: Tensor
+    refinement: Tensor
+    scale: Tensor
+    saturation: float
+
+
+def quantize_together(
+    weights: Mapping[str, Tensor], hessian: Tensor | None, group_size: int, options: ConvertOptions
+) -> tuple[dict[str, Codes], list[str]]:
+    """Quantize modules that share their input, as one matrix, and say what went other than asked for.
+
+    `weights`: float32 `[O, I]` by module name; `hessian`: the mean `X^T X` of their input, float32 `[I, I]`, or None
+    to round to nearest.
+    """
+    stacked = torch.cat(list(weights.values()))
+    factor = None if hessian is None else gptq_solver.inverse_factor(hessian, options.damping)
+    scale_type = nesting.stored_scale_type(nesting.group_max_abs(stacked, group_size))
+    gptq = options.base == "gptq"
+    base = gptq_solver.solve_base(
+        stacked,
+        factor if gptq else None,
+        group_size=group_size,
+        scale_type=scale_type,
+        search=options.scale_search == "mse",
+        bound=options.base_bound if gptq else None,
+        sweeps=options.base_sweeps,
+    )
+    if options.refinement == "feedback" and factor is not None:
+        solved = gptq_solver.solve_refinement(stacked, factor, base.codes, base.scale, options.refinement_sweeps)
+        refinement, clipped = solved.codes, solved.clipped
+    else:
+        refinement = nesting.encode_refinement(stacked, base.codes, base.scale)
+        clipped = nesting.saturated(stacked, base.codes, base.scale).float().mean(dim=1)
+    outputs = [weight.shape[0] for weight in weights.values()]
+    pieces = zip(*(tensor.split(outputs) for tensor in (base.codes, refinement, base.scale, clipped)), strict=True)
+    codes = {
+        name: Codes(own_base, own_refinement, scale.to(scale_type), float(share.mean()))
+        for name, (own_base, own_refinement, scale, share) in zip(weights, pieces, strict=True)
+    }
+    return codes, [] if hessian is None else _remarks(list(weights), factor, options.damping)
+
+
+def _remarks(names: list[str], factor: gptq_solver.InverseFactor | None, damping: float) -> list[str]:
+    where = ", ".join(names)
+    if factor is None:
+        return [f"{where}: the Hessian could not be inverted; rounded to nearest instead"]
+    if factor.damping == damping:
+        return []
+    return [
+        f"{where}: the Hessian needed damping {factor.damping:g} (asked for {damping:g}); "
+        "more calibration text may help"
+    ]
+
+
+def stored_planes(name: str, codes: Codes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A module's tensors as they lie on disk, by name: those of the base shards, and the refinement plane."""
+    base = {
+        f"{name}.{BASE_SUFFIX}": packing.pack(codes.base).cpu(),
+        f"{name}.{SCALE_SUFFIX}": codes.scale.cpu(),
+    }
+    return base, {f"{name}.{REFINEMENT_SUFFIX}": packing.pack(codes.refinement).cpu()}
+
+
+def module_record(
+    name: str, codes: Codes, weight: Tensor, planes: Mapping[str, Tensor], *, group_size: int, bias: str | None
+) -> Module:
+    """The manifest's record: digests of the stored `planes`, and errors against `weight` float32 `[O, I]`."""
+
+    def plane(suffix: str) -> Plane:
+        return Plane(name=f"{name}.{suffix}", sha256=tensor_sha256(planes[f"{name}.{suffix}"]))
+
+    return Module(
+        shape=(weight.shape[0], weight.shape[1]),
+        group_size=group_size,
+        base=plane(BASE_SUFFIX),
+        scale=plane(SCALE_SUFFIX),
+        refinement=plane(REFINEMENT_SUFFIX),
+        bias=bias,
+        saturation=round(codes.saturation, 6),
+        draft_error=_relative_error(nesting.draft_weight(codes.base, codes.scale), weight),
+        target_error=_relative_error(nesting.target_weight(codes.base, codes.refinement, codes.scale), weight),
+    )
+
+
+def _relative_error(rebuilt: Tensor, weight: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(weight))
+    return round(float(torch.linalg.vector_norm(rebuilt - weight)) / norm, 6) if norm else 0.0
