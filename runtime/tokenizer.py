@@ -53,7 +53,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with whatever the tokenizer puts in front of one."""
-        return [int(token) for token in self._tokenizer(text)["input_ids"]]
+        return [int(token) for token in self._tokenizer(text, verbose=False)["input_ids"]]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the answer starts.
@@ -71,7 +71,7 @@ class Tokenizer:
         # Templates are programs of the model's author and raise what they like.
         except Exception as error:
             raise GenerationError(f"{self.folder.name}: the chat template refuses the messages: {error}") from error
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(token) for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -117,7 +117,7 @@ def test_draft_fine_from(length: int, expected: int) -> None:
 
 
 def test_draft_reads_everything_at_kv4_without_recent_entries() -> None:
-    assert KvSettings(draft_switch_length=0).draft_fine_from(7, keep_decoded=True) == 7
+    assert KvSettings(draft_switch_length=0, recent=0).draft_fine_from(7, keep_decoded=True) == 7
     assert KvSettings(draft_switch_length=0, recent=50).draft_fine_from(7, keep_decoded=True) == 0
 
 

@@ -63,8 +63,8 @@ def test_greedy_tokens_equal_those_of_the_target_alone(
 @pytest.mark.parametrize(
     "kv",
     [
-        KvSettings(draft_switch_length=0),
-        KvSettings(draft_switch_length=20),
+        KvSettings(draft_switch_length=0, recent=0),
+        KvSettings(draft_switch_length=20, recent=0),
         KvSettings(draft_switch_length=20, recent=8),
         KvSettings(draft_switch_length=0, recent=1000),
     ],
@@ -178,7 +178,7 @@ def test_without_refinement_every_draft_is_accepted(
 
 def test_counters_add_up(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     decoder = Decoder(Checkpoint(tiny_checkpoint(tmp_path / "model")), ("draft", "target"))
-    loop = _loop(decoder, KvSettings(draft_switch_length=10))
+    loop = _loop(decoder, KvSettings(draft_switch_length=10, recent=0))
     token = loop.start(_prompt(9, seed=0))
     block = loop.round(token, 3)
     counters = loop.counters
