@@ -153,6 +153,12 @@ def main(debug: bool) -> None:
     help="Largest distance of a base code from its weight, in steps.",
 )
 @click.option(
+    "--base-sweeps",
+    type=int,
+    show_default="3; recipe paper: 0",
+    help="Passes of coordinate descent over the base plane after error feedback.",
+)
+@click.option(
     "--scale-search",
     type=click.Choice(["mse", "max"]),
     show_default="mse",
@@ -164,12 +170,18 @@ def main(debug: bool) -> None:
     show_default="feedback; recipe paper: closed",
     help="How refinement codes are found.",
 )
+@click.option(
+    "--refinement-sweeps",
+    type=int,
+    show_default="3",
+    help="The same over the refinement plane, with --refinement feedback.",
+)
 @click.option("--damping", type=float, show_default="0.01", help="Share of the Hessian's mean diagonal added to it.")
 @click.option(
     "--calibration",
     metavar="builtin|PATH|DATASET_ID",
     show_default="builtin",
-    help="Text to calibrate on: the built-in one, a .txt, .jsonl or .parquet file, or a dataset on the Hub.",
+    help="Calibrate on the built-in text, a .txt, .jsonl or .parquet file, token ids (.safetensors), or a Hub dataset.",
 )
 @click.option("--calibration-samples", type=int, show_default="64", help="Sequences to calibrate on.")
 @click.option("--sequence-length", type=int, show_default="512", help="Tokens in each sequence.")

@@ -108,6 +108,8 @@ def test_defaults_in_the_help_are_those_of_the_options():
     assert shown["sequence_length"] == str(options.sequence_length)
     assert shown["device"] == options.device
     assert shown["shard_bytes"] == f"{options.shard_bytes // 10**9}GB"
+    assert shown["base_sweeps"] == f"{options.base_sweeps}; recipe paper: {paper.base_sweeps}"
+    assert shown["refinement_sweeps"] == f"{options.refinement_sweeps}"
     assert shown["base_bound"] == f"{options.base_bound}; recipe paper: none"
     assert paper.base_bound is None
     assert shown["refinement"] == f"{options.refinement}; recipe paper: {paper.refinement}"
