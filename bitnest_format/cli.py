@@ -322,7 +322,7 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
     show_default="the measured length with --unpack call, otherwise never reached",
     help="Cache entries up to which drafts read KV8.",
 )
-@click.option("--recent", type=int, show_default="0", help="Newest entries that drafts read at KV8 beyond that.")
+@click.option("--recent", type=int, show_default="128", help="Newest entries that drafts read at KV8 beyond that.")
 @click.option(
     "--unpack",
     type=click.Choice(["auto", "load", "call"]),

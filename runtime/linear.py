@@ -1,24 +1,39 @@
-"""Quantized modules of a checkpoint as weights of `kernels.reference_linear`."""
+"""Linear layers of a checkpoint: quantized ones as weights of `kernels.reference_linear`, others as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bitnest_format.checkpoint import Checkpoint, NestedWeight
-from bitnest_format.kernels.reference import quantize_activation
+from bitnest_format.kernels.reference import lm_head, quantize_activation
 from bitnest_format.kernels.reference_linear import LinearWeight, View, nested_linear, prepare_linear
 
 
-class NestedLinear:
-    """One or several quantized modules that read the same input; their outputs are stacked in the given order.
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A linear layer that the checkpoint leaves unquantized: `[O, I]` as stored, and its bias `[O]`."""
 
-    Modules are joined into one product where they share group size and input permutation, as they nearly always do.
-    `plane_bytes`: bytes that a view reads of the stored planes, scales, biases and permutations. `product_bytes`: bytes
-    of codes that the largest single product reads.
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes that one product reads in float32."""
+        return 4 * self.weight.numel()
+
+
+class StackedLinear:
+    """One or several linear layers that read the same input; their outputs are stacked in the given order.
+
+    Quantized modules are joined into one product where they share group size and input permutation, as they nearly
+    always do. Modules that the manifest does not list keep their plain weight and see the input unrounded.
+    `plane_bytes`: bytes that a view reads of the stored planes, scales, weights, biases and permutations.
+    `product_bytes`: bytes that the largest single product reads.
     """
 
     def __init__(
@@ -30,21 +45,45 @@ class NestedLinear:
         unpack: Literal["load", "call"],
         device: torch.device,
     ):
-        weights = [checkpoint.weight(name) for name in names]
+        weights = [_stored(checkpoint, name) for name in names]
         self.plane_bytes = {view: sum(_stored_bytes(weight, view) for weight in weights) for view in views}
         self.parts = [_prepare(joined, views, unpack, device) for joined in _join(weights)]
         self.product_bytes = max(part.product_bytes for part in self.parts)
 
     def __call__(self, x: Tensor, view: View) -> Tensor:
-        """float32 `[M, I]` -> float32 `[M, O]`; the input is quantized per token."""
+        """float32 `[M, I]` -> float32 `[M, O]`; quantized modules see the input rounded to INT8 per token."""
         codes, scale = quantize_activation(x)
-        outputs = [nested_linear(codes, scale, part, view) for part in self.parts]
+        outputs = [
+            _plain_product(x, part) if isinstance(part, PlainWeight) else nested_linear(codes, scale, part, view)
+            for part in self.parts
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
+def _stored(checkpoint: Checkpoint, name: str) -> NestedWeight | PlainWeight:
+    if name in checkpoint.manifest.modules:
+        return checkpoint.weight(name)
+    bias = f"{name}.bias"
+    return PlainWeight(
+        checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(bias) if bias in checkpoint.weight_map else None
+    )
+
+
+def _plain_product(x: Tensor, plain: PlainWeight) -> Tensor:
+    """`x @ W.T + b` in float32; up to 16 rows do not depend on each other, as in the head."""
+    output = lm_head(x, plain.weight)
+    return output if plain.bias is None else output + plain.bias
+
+
 def _prepare(
-    weight: NestedWeight, views: tuple[View, ...], unpack: Literal["load", "call"], device: torch.device
-) -> LinearWeight:
+    weight: NestedWeight | PlainWeight, views: tuple[View, ...], unpack: Literal["load", "call"], device: torch.device
+) -> LinearWeight | PlainWeight:
+    if isinstance(weight, PlainWeight):
+        kept = weight.weight.to(device)
+        return PlainWeight(
+            kept.float() if unpack == "load" else kept, None if weight.bias is None else weight.bias.to(device).float()
+        )
+
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
@@ -59,15 +98,20 @@ def _prepare(
     )
 
 
-def _join(weights: Sequence[NestedWeight]) -> list[NestedWeight]:
+def _join(weights: Sequence[NestedWeight | PlainWeight]) -> list[NestedWeight | PlainWeight]:
     """Neighbours that can be one product, stacked along outputs."""
-    runs: list[list[NestedWeight]] = []
+    joined: list[NestedWeight | PlainWeight] = []
+    run: list[NestedWeight] = []
     for weight in weights:
-        if runs and _alike(runs[-1][0], weight):
-            runs[-1].append(weight)
-        else:
-            runs.append([weight])
-    return [_stack(run) for run in runs]
+        if isinstance(weight, NestedWeight) and (not run or _alike(run[0], weight)):
+            run.append(weight)
+            continue
+        if run:
+            joined.append(_stack(run))
+        run = [weight] if isinstance(weight, NestedWeight) else []
+        if isinstance(weight, PlainWeight):
+            joined.append(weight)
+    return [*joined, _stack(run)] if run else joined
 
 
 def _alike(first: NestedWeight, second: NestedWeight) -> bool:
@@ -92,7 +136,9 @@ def _stack(weights: list[NestedWeight]) -> NestedWeight:
     )
 
 
-def _stored_bytes(weight: NestedWeight, view: View) -> int:
+def _stored_bytes(weight: NestedWeight | PlainWeight, view: View) -> int:
+    if isinstance(weight, PlainWeight):
+        return weight.weight.nbytes + (0 if weight.bias is None else weight.bias.nbytes)
     tensors = [weight.base, weight.scale, weight.bias, weight.permutation]
     if view == "target":
         tensors.append(weight.refinement)

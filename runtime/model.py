@@ -25,7 +25,7 @@ from bitnest_format.kernels.reference import DECODE_ROWS, apply_rope, lm_head, r
 from bitnest_format.kernels.reference_attention import attention
 from bitnest_format.kernels.reference_linear import View, code_type
 from bitnest_format.runtime.kv_cache import KvCache
-from bitnest_format.runtime.linear import NestedLinear
+from bitnest_format.runtime.linear import StackedLinear
 from bitnest_format.runtime.memory import available_bytes
 from bitnest_format.runtime.rope import RopeTable
 from bitnest_format.runtime.threads import worthwhile_threads
@@ -43,12 +43,12 @@ class Layer:
     """The parameters of one decoder layer. `head_norm`: gains of query and key heads `[Q + K, D]`, or None."""
 
     input_norm: Tensor
-    attention_inputs: NestedLinear
+    attention_inputs: StackedLinear
     head_norm: Tensor | None
-    attention_output: NestedLinear
+    attention_output: StackedLinear
     mlp_norm: Tensor
-    mlp_inputs: NestedLinear
-    mlp_output: NestedLinear
+    mlp_inputs: StackedLinear
+    mlp_output: StackedLinear
     window: int | None
 
 
@@ -179,15 +179,17 @@ class Decoder:
         query, key = (self._tensor(name).float() for name in names)
         return torch.cat((query.expand(self.architecture.heads, -1), key.expand(self.architecture.kv_heads, -1)))
 
-    def _linear(self, prefix: str, linears: tuple[str, ...]) -> NestedLinear:
+    def _linear(self, prefix: str, linears: tuple[str, ...]) -> StackedLinear:
         names = [f"{prefix}.{linear}" for linear in linears]
         for name, linear in zip(names, linears, strict=True):
-            found, expected = self._checkpoint.module(name).shape, self.architecture.linear_shape(linear)
-            if found != expected:
+            expected = self.architecture.linear_shape(linear)
+            if name not in self._checkpoint.manifest.modules:
+                self._tensor(f"{name}.weight")
+            elif (found := self._checkpoint.module(name).shape) != expected:
                 raise CheckpointError(
                     f"{name}: is {found[0]} x {found[1]}, config.json makes it {expected[0]} x {expected[1]}"
                 )
-        return NestedLinear(self._checkpoint, names, views=self.views, unpack=self.unpack, device=self.device)
+        return StackedLinear(self._checkpoint, names, views=self.views, unpack=self.unpack, device=self.device)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._checkpoint.tensor(name)
@@ -199,7 +201,7 @@ class Decoder:
     def _view_bytes(self, view: View) -> int:
         return sum(linear.plane_bytes[view] for linear in self._linears())
 
-    def _linears(self) -> Iterator[NestedLinear]:
+    def _linears(self) -> Iterator[StackedLinear]:
         for layer in self.layers:
             yield from (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
 

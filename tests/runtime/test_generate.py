@@ -17,6 +17,7 @@ from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvSettings
 
 GAMMAS = (0, 1, 2, 4, 8)
+VALID = Path(__file__).resolve().parents[2] / "spec" / "vectors" / "valid"
 
 
 @pytest.fixture
@@ -358,3 +359,13 @@ def test_it_runs_without_triton_and_without_a_gpu(tmp_path: Path, tiny_checkpoin
     assert run.returncode == 0, run.stderr
     expected = NestedModel.open(folder).generate([5], max_new_tokens=3).token_ids
     assert run.stdout.strip() == str(expected)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in VALID.iterdir() if path.is_dir()))
+def test_published_checkpoints_decode(name: str) -> None:
+    draft_only = name == "draft-only"
+    model = NestedModel.open(VALID / name, view="draft" if draft_only else "nested")
+    alone = model.generate([1, 2, 3], max_new_tokens=12, view="draft" if draft_only else "target")
+    assert len(alone.token_ids) == 12 or alone.finish_reason == "eos"
+    if not draft_only:
+        assert model.generate([1, 2, 3], max_new_tokens=12).token_ids == alone.token_ids

@@ -11,7 +11,7 @@ from torch import Tensor
 from bitnest_format import nesting, packing
 from bitnest_format.checkpoint import NestedWeight
 from bitnest_format.kernels.reference import quantize_activation
-from bitnest_format.runtime.linear import NestedLinear
+from bitnest_format.runtime.linear import StackedLinear
 
 
 def _weight(outputs: int, group_size: int, seed: int, order: Tensor | None = None, bias: bool = False) -> NestedWeight:
@@ -28,13 +28,27 @@ def _weight(outputs: int, group_size: int, seed: int, order: Tensor | None = Non
 
 
 class Store:
-    """Stands in for a checkpoint."""
+    """Stands in for a checkpoint and its manifest; a pair of a weight and a bias is a module left unquantized."""
 
-    def __init__(self, weights: list[NestedWeight]):
+    def __init__(self, weights: list[NestedWeight | tuple[Tensor, Tensor | None]]):
         self.weights = weights
+        self.modules = {str(n) for n, weight in enumerate(weights) if isinstance(weight, NestedWeight)}
+        self.weight_map = {f"{n}.bias" for n, w in enumerate(weights) if isinstance(w, tuple) and w[1] is not None}
+
+    @property
+    def manifest(self) -> Store:
+        return self
 
     def weight(self, name: str) -> NestedWeight:
-        return self.weights[int(name)]
+        weight = self.weights[int(name)]
+        assert isinstance(weight, NestedWeight)
+        return weight
+
+    def tensor(self, name: str) -> Tensor:
+        number, _, kind = name.partition(".")
+        tensor = self.weights[int(number)][kind == "bias"]  # type: ignore[index]
+        assert isinstance(tensor, Tensor)
+        return tensor
 
 
 ORDER = torch.randperm(256, generator=torch.Generator().manual_seed(9)).int()
@@ -57,7 +71,7 @@ def test_outputs_are_stacked_in_order(name: str, view: Any, unpack: Any) -> None
     store: Any = Store(weights)
     names = [str(number) for number in range(len(weights))]
     options: Any = {"views": ("draft", "target"), "unpack": unpack, "device": torch.device("cpu")}
-    linear = NestedLinear(store, names, **options)
+    linear = StackedLinear(store, names, **options)
     assert len(linear.parts) == products
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(7))
     codes, scale = quantize_activation(x)
@@ -69,13 +83,36 @@ def test_outputs_are_stacked_in_order(name: str, view: Any, unpack: Any) -> None
         expected.append(output if weight.bias is None else output + weight.bias.float())
     torch.testing.assert_close(linear(x, view), torch.cat(expected, dim=1), atol=1e-4, rtol=1e-5)
     # Joined or apart, every output has the same bits.
-    apart = [NestedLinear(store, [name], **options)(x, view) for name in names]
+    apart = [StackedLinear(store, [name], **options)(x, view) for name in names]
     assert torch.equal(linear(x, view), torch.cat(apart, dim=1))
 
 
 def test_plane_bytes_count_what_is_stored() -> None:
     weights = [_weight(48, 64, 0, ORDER, bias=True), _weight(16, 64, 2, ORDER, bias=True)]
     store: Any = Store(weights)
-    linear = NestedLinear(store, ["0", "1"], views=("draft", "target"), unpack="load", device=torch.device("cpu"))
+    linear = StackedLinear(store, ["0", "1"], views=("draft", "target"), unpack="load", device=torch.device("cpu"))
     draft = 64 * 256 // 2 + 64 * 4 * 2 + 64 * 2 + 2 * 256 * 4
     assert linear.plane_bytes == {"draft": draft, "target": draft + 64 * 256 // 2}
+
+
+@pytest.mark.parametrize("unpack", ["load", "call"])
+@pytest.mark.parametrize("view", ["draft", "target"])
+def test_unquantized_modules_keep_their_weight_and_see_the_input_unrounded(view: Any, unpack: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    plain = torch.randn(24, 256, generator=generator).bfloat16()
+    bias = torch.randn(24, generator=generator).bfloat16()
+    store: Any = Store([_weight(48, 64, 0), (plain, bias), (plain, None), _weight(16, 64, 2), _weight(8, 64, 4)])
+    names = [str(number) for number in range(5)]
+    options: Any = {"views": ("draft", "target"), "unpack": unpack, "device": torch.device("cpu")}
+    linear = StackedLinear(store, names, **options)
+    assert len(linear.parts) == 4
+    x = torch.randn(9, 256, generator=generator)
+    output = linear(x, view)
+    torch.testing.assert_close(output[:, 48:72], x @ plain.float().T + bias.float(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(output[:, 72:96], x @ plain.float().T, atol=1e-4, rtol=1e-5)
+    quantized = StackedLinear(store, ["0", "3", "4"], **options)(x, view)
+    assert torch.equal(torch.cat((output[:, :48], output[:, 96:]), dim=1), quantized)
+    for row in range(9):
+        assert torch.equal(linear(x[row : row + 1], view)[0], output[row])
+    stored = 24 * 256 * 2
+    assert StackedLinear(store, ["1", "2"], **options).plane_bytes[view] == 2 * stored + 24 * 2

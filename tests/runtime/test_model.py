@@ -75,7 +75,7 @@ def _transformers_model(folder: Path, view: View) -> nn.Module:
 
 
 class FloatLinear:
-    """Stands in for `NestedLinear` without any quantization of activations."""
+    """Stands in for `StackedLinear` without any quantization of activations."""
 
     def __init__(self, checkpoint: Checkpoint, names: list[str]):
         self.weights = [checkpoint.weight(name) for name in names]
