@@ -20,7 +20,8 @@ LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 LARGEST_NUMBER = 1e30
 
-ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+VALUE = "self_attn.v_proj"
+ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", VALUE)
 ATTENTION_OUTPUT = "self_attn.o_proj"
 MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
 MLP_OUTPUT = "mlp.down_proj"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bitnest_format.converters.gptq_solver import HessianSum
 
-TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = 1024
 
 
 class FloatModel:

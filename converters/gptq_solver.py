@@ -71,25 +71,34 @@ def inverse_factor(hessian: Tensor, damping: float) -> InverseFactor | None:
     With J the reversal of order, `J H J = L L^T` gives `U = J L^-1 J`: one factorization and one triangular
     inverse, in float64.
     """
-    damped = hessian.double().clone()
-    diagonal = damped.diagonal()
-    if not bool(torch.isfinite(damped).all()):
+    if not bool(torch.isfinite(hessian).all()):
         return None
+    diagonal = hessian.diagonal()
     dead = diagonal <= 0
-    diagonal[dead] = 1.0
-    mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
-    added = 0.0
+    mean = diagonal[~dead].double().mean() if bool((~dead).any()) else 1.0
     while damping <= LARGEST_DAMPING:
-        diagonal += (damping - added) * mean
-        added = damping
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if int(failed) == 0:
-            identity = torch.eye(damped.shape[0], dtype=damped.dtype, device=damped.device)
-            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
-            if bool(torch.isfinite(upper).all()):
-                return InverseFactor(damped.float(), upper.float().contiguous(), damping)
+        damped = hessian.double()
+        damped.diagonal()[dead] = 1.0
+        damped.diagonal().add_(damping * mean)
+        rounded = damped.float()
+        # Handed over, so that no more than three matrices of float64 exist at a time.
+        damped = damped.flip(0, 1)
+        upper = _upper_inverse_factor(damped)
+        if upper is not None:
+            return InverseFactor(rounded, upper, damping)
         damping *= DAMPING_GROWTH
     return None
+
+
+def _upper_inverse_factor(reversed_hessian: Tensor) -> Tensor | None:
+    """`J L^-1 J` for `L L^T` of float64 `J H J`, which is overwritten: float32. None where it is not definite."""
+    lower, failed = torch.linalg.cholesky_ex(reversed_hessian)
+    if int(failed):
+        return None
+    identity = reversed_hessian.zero_()
+    identity.diagonal().fill_(1.0)
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return inverse.float().flip(0, 1) if bool(torch.isfinite(inverse).all()) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,7 @@ def solve_refinement(weight: Tensor, factor: InverseFactor, base: Tensor, scale:
     plane.scale = (scale / STEPS_PER_BASE_STEP).T.contiguous()
     plane.lowest = base_part + refinement_floor(base).T
     plane.highest = base_part + REFINEMENT_MAX
+    plane.wanted = torch.zeros_like(goal)
     _walk(plane, factor)
     for _ in range(sweeps):
         _sweep(plane, factor.hessian)
@@ -153,14 +163,14 @@ def solve_refinement(weight: Tensor, factor: InverseFactor, base: Tensor, scale:
 class _Plane:
     """Integer codes in the making, `[I, O]` float32, with one scale per group and the range of each code.
 
-    `wanted` is what a code would be without its range.
+    `wanted` is what a code would be without its range, in planes that keep it.
     """
 
     def __init__(self, goal: Tensor, group_size: int):
         self.goal = goal
         self.group_size = group_size
         self.codes = torch.zeros_like(goal)
-        self.wanted = torch.zeros_like(goal)
+        self.wanted = self.codes
         self.lowest = torch.full_like(goal, BASE_MIN)
         self.highest = torch.full_like(goal, BASE_MAX)
         self.scale = goal.new_empty(goal.shape[0] // group_size, goal.shape[1])

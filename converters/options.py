@@ -93,5 +93,5 @@ class ConvertOptions:
     def fingerprint_fields(self) -> dict[str, Any]:
         """The options that change the result, for the fingerprint that guards `--resume`."""
         fields = asdict(self)
-        del fields["device"], fields["calibration"], fields["rotation"]
+        del fields["calibration"], fields["rotation"]
         return {**fields, "rotation_kind": self.rotation_kind}

@@ -13,6 +13,7 @@ Memory holds one layer in float32, its Hessians, the calibration activations, an
 from __future__ import annotations
 
 import errno
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from bitnest_format.checkpoint import CheckpointWriter, checkpoint_config
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import Calibration, load_calibration
 from bitnest_format.converters.float_model import FloatModel
+from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.preflight import Plan, preflight
 from bitnest_format.converters.quantize import module_record, quantize_together, stored_planes
@@ -51,12 +53,13 @@ from bitnest_format.converters.rotation import (
 from bitnest_format.converters.work_folder import Part, WorkFolder
 from bitnest_format.errors import BitnestError, SourceError
 from bitnest_format.manifest import Manifest, Module
+from bitnest_format.shards import DTYPE_NAMES, Pending, pending_tensor, tensor_bytes
 
 Progress = Callable[[str, int, int], None]
 
 # Linear layers that read the same input share one Hessian and are solved as one matrix.
 SHARED_INPUTS = (ATTENTION_INPUTS, (ATTENTION_OUTPUT,), MLP_INPUTS, (MLP_OUTPUT,))
-FOLD_ROWS = 8192
+FOLD_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,7 @@ def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None)
     """Everything that decides the result apart from the calibration tokens, which are pinned once known."""
     return {
         "tool": __version__,
+        "torch": torch.__version__,
         "source": plan.fingerprint,
         "options": options.fingerprint_fields(),
         "rotation": rotation.record() if rotation else None,
@@ -192,9 +196,11 @@ class _Conversion:
             if finished and (model is None or last):
                 continue
             weights = self._folded_layer(layer)
+            release_freed_memory()
             hessians = (
                 model.run_layer(layer, weights, collect=() if finished else SHARED_INPUTS, last=last) if model else {}
             )
+            release_freed_memory()
             if not finished:
                 part = self._quantize_layer(layer, weights, hessians)
                 self.warnings += part.warnings
@@ -208,7 +214,7 @@ class _Conversion:
         if self.rotation is None:
             return {name: tensor.float() for name, tensor in tensors.items()}
         folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
-        return {name: tensor.float() for name, tensor in folded.items()}
+        return {name: tensor.float() for name, tensor in folded}
 
     def _quantize_layer(self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Part:
         part = Part()
@@ -221,14 +227,16 @@ class _Conversion:
             for name, codes in solved.items():
                 base, refinement = stored_planes(name, codes)
                 bias = f"{name}.bias" if f"{name}.bias" in weights else None
-                part.base |= base
-                part.refinement |= refinement
+                part.base |= _pending(base)
+                part.refinement |= _pending(refinement)
                 part.modules[name] = module_record(
                     name, codes, matrices[name], base | refinement, group_size=group_size, bias=bias
                 )
+            del solved, matrices
+            release_freed_memory()
         for name in self.architecture.layer_tensors(layer):
             if name.removesuffix(".weight") not in part.modules:
-                part.base[name] = self._kept(name, weights[name])
+                part.base[name] = pending_tensor(self._kept(name, weights[name]))
         return part
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:
@@ -258,7 +266,7 @@ class _Conversion:
         def final() -> Part:
             gain = self.source.read(FINAL_NORM).to(self.options.device)
             norm = gain if rotation is None else torch.ones_like(gain)
-            part = Part(base={FINAL_NORM: self._kept(FINAL_NORM, norm)})
+            part = Part(base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, norm))})
             if rotation is not None or not tied:
                 head = EMBEDDING if tied else HEAD
                 part.base[HEAD] = self._fold_rows(head, lambda rows, r: rotate_head(rows, gain, r))
@@ -267,18 +275,22 @@ class _Conversion:
         yield "embedding", embedding
         yield "head", final
 
-    def _fold_rows(self, name: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Tensor:
-        """A big matrix folded piecewise into its source type, so that float64 never exists for all of it."""
-        matrix = self.source.read(name)
-        kept = torch.empty(matrix.shape, dtype=self.source.tensors[name].dtype)
-        for first in range(0, matrix.shape[0], FOLD_ROWS):
-            rows = matrix[first : first + FOLD_ROWS].to(self.options.device)
-            piece = rows.float() if self.rotation is None else fold(rows, self.rotation).float()
-            kept[first : first + FOLD_ROWS] = self._kept(name, piece)
-        return kept
+    def _fold_rows(self, name: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Pending:
+        """A big matrix that is folded piecewise as it is written, so that only the source's copy is ever whole."""
+        info = self.source.tensors[name]
+
+        def chunks() -> Iterator[memoryview]:
+            for rows in self.source.read(name).split(FOLD_ROWS):
+                rows = rows.to(self.options.device)
+                piece = rows.float() if self.rotation is None else fold(rows, self.rotation).float()
+                yield tensor_bytes(self._kept(name, piece))
+
+        size = info.dtype.itemsize * math.prod(info.shape)
+        return Pending(DTYPE_NAMES[info.dtype], info.shape, size, chunks)
 
     def assemble(self, side_files: list[str]) -> Manifest:
         """Join the parts into shards and write indexes, config and manifest into the work folder."""
+        release_freed_memory()
         self.report("writing the checkpoint", 0, 1)
         names = []
         for name, build in self._outer_parts():
@@ -353,6 +365,10 @@ def _source_record(source: Source, fingerprint: str) -> dict[str, Any]:
 
 def _layer_part(layer: int) -> str:
     return f"layer-{layer:05d}"
+
+
+def _pending(tensors: Mapping[str, Tensor]) -> dict[str, Pending]:
+    return {name: pending_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _mean(values: Iterator[float | None]) -> float | None:

@@ -15,6 +15,9 @@ from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.manifest import Module, Plane
 from bitnest_format.shards import tensor_sha256
 
+# Weights that are solved at a time; about ten float32 copies of them exist meanwhile.
+WEIGHTS_AT_ONCE = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class Codes:
@@ -34,12 +37,36 @@ def quantize_together(
     `weights`: float32 `[O, I]` by module name; `hessian`: the mean `X^T X` of their input, float32 `[I, I]`, or None
     to round to nearest.
     """
-    stacked = torch.cat(list(weights.values()))
     factor = None if hessian is None else gptq_solver.inverse_factor(hessian, options.damping)
+    codes = {}
+    stacked = torch.cat(list(weights.values()))
     scale_type = nesting.stored_scale_type(nesting.group_max_abs(stacked, group_size))
+    # Rows do not see each other: taking them in parts bounds the memory and changes nothing.
+    parts = [
+        _quantize(rows, factor, group_size, scale_type, options)
+        for rows in stacked.split(max(1, WEIGHTS_AT_ONCE // stacked.shape[1]))
+    ]
+    del stacked
+    base, refinement, scale, clipped = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    first = 0
+    for name, weight in weights.items():
+        rows = slice(first, first + weight.shape[0])
+        codes[name] = Codes(base[rows], refinement[rows], scale[rows], float(clipped[rows].mean()))
+        first = rows.stop
+    return codes, [] if hessian is None else _remarks(list(weights), factor, options.damping)
+
+
+def _quantize(
+    weight: Tensor,
+    factor: gptq_solver.InverseFactor | None,
+    group_size: int,
+    scale_type: torch.dtype,
+    options: ConvertOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Base codes, refinement codes, scales in their stored type, and each row's share of clipped codes."""
     gptq = options.base == "gptq"
     base = gptq_solver.solve_base(
-        stacked,
+        weight,
         factor if gptq else None,
         group_size=group_size,
         scale_type=scale_type,
@@ -48,18 +75,12 @@ def quantize_together(
         sweeps=options.base_sweeps,
     )
     if options.refinement == "feedback" and factor is not None:
-        solved = gptq_solver.solve_refinement(stacked, factor, base.codes, base.scale, options.refinement_sweeps)
+        solved = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, options.refinement_sweeps)
         refinement, clipped = solved.codes, solved.clipped
     else:
-        refinement = nesting.encode_refinement(stacked, base.codes, base.scale)
-        clipped = nesting.saturated(stacked, base.codes, base.scale).float().mean(dim=1)
-    outputs = [weight.shape[0] for weight in weights.values()]
-    pieces = zip(*(tensor.split(outputs) for tensor in (base.codes, refinement, base.scale, clipped)), strict=True)
-    codes = {
-        name: Codes(own_base, own_refinement, scale.to(scale_type), float(share.mean()))
-        for name, (own_base, own_refinement, scale, share) in zip(weights, pieces, strict=True)
-    }
-    return codes, [] if hessian is None else _remarks(list(weights), factor, options.damping)
+        refinement = nesting.encode_refinement(weight, base.codes, base.scale)
+        clipped = nesting.saturated(weight, base.codes, base.scale).float().mean(dim=1)
+    return base.codes, refinement, base.scale.to(scale_type), clipped
 
 
 def _remarks(names: list[str], factor: gptq_solver.InverseFactor | None, damping: float) -> list[str]:

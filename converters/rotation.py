@@ -11,7 +11,7 @@ Weights are `[outputs, inputs]`. All folding is done in float64; the caller cast
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bitnest_format.architecture import (
     ATTENTION_OUTPUT,
     MLP_INPUTS,
     MLP_OUTPUT,
+    VALUE,
     Architecture,
 )
 from bitnest_format.errors import SourceError
@@ -223,34 +224,34 @@ def rotate_head(head: Tensor, final_gain: Tensor, rotation: Rotation) -> Tensor:
 
 def rotate_layer(
     tensors: Mapping[str, Tensor], layer: int, architecture: Architecture, rotation: Rotation
-) -> dict[str, Tensor]:
-    """One decoder layer's tensors with gains, R1 and R2 folded in; a new dictionary, all float64.
+) -> Iterator[tuple[str, Tensor]]:
+    """One decoder layer's tensors with gains, R1 and R2 folded in: names and float64 tensors, one at a time.
 
-    Names are full checkpoint names; per-head query and key norms pass through unchanged.
+    `tensors` holds the whole layer by full checkpoint name and is left as it is. Per-head query and key norms pass
+    through unchanged.
     """
     prefix = f"model.layers.{layer}."
     input_norm, mlp_norm = architecture.norm_names(layer)
     gains = {**dict.fromkeys(ATTENTION_INPUTS, input_norm), **dict.fromkeys(MLP_INPUTS, mlp_norm)}
     r1, r2 = rotation.r1, rotation.r2(layer)
-    folded = {name: tensor.double() for name, tensor in tensors.items()}
-    for linear, gain in gains.items():
-        weight = f"{prefix}{linear}.weight"
-        folded[weight] = (folded[weight] * folded[gain]) @ r1
-    for linear in (ATTENTION_OUTPUT, MLP_OUTPUT):
-        weight, bias = f"{prefix}{linear}.weight", f"{prefix}{linear}.bias"
-        folded[weight] = r1.T @ folded[weight]
-        if bias in folded:
-            folded[bias] = r1.T @ folded[bias]
-    value, output = f"{prefix}self_attn.v_proj", f"{prefix}{ATTENTION_OUTPUT}.weight"
-    folded[f"{value}.weight"] = _turn_rows(folded[f"{value}.weight"], r2)
-    if f"{value}.bias" in folded:
-        folded[f"{value}.bias"] = _turn_rows(folded[f"{value}.bias"].unsqueeze(1), r2).squeeze(1)
-    folded[output] = (folded[output].unflatten(1, (-1, r2.shape[0])) @ r2).flatten(1)
-    for norm in (input_norm, mlp_norm):
-        folded[norm] = torch.ones_like(folded[norm])
-    return folded
+    for name, tensor in tensors.items():
+        linear, _, kind = name.removeprefix(prefix).rpartition(".")
+        folded = tensor.double()
+        if name in (input_norm, mlp_norm):
+            folded = torch.ones_like(folded)
+        elif linear in gains and kind == "weight":
+            folded = (folded * tensors[gains[linear]].double()) @ r1
+        elif linear in (ATTENTION_OUTPUT, MLP_OUTPUT):
+            # A weight's rows and a bias alike: both are outputs into the residual stream.
+            folded = r1.T @ folded
+        if linear == VALUE:
+            folded = _turn_rows(folded, r2)
+        elif linear == ATTENTION_OUTPUT and kind == "weight":
+            folded = (folded.unflatten(1, (-1, r2.shape[0])) @ r2).flatten(1)
+        yield name, folded
 
 
-def _turn_rows(weight: Tensor, r2: Tensor) -> Tensor:
-    """`R2^T` applied to every head's block of rows."""
-    return (r2.T @ weight.unflatten(0, (-1, r2.shape[0]))).flatten(0, 1)
+def _turn_rows(outputs: Tensor, r2: Tensor) -> Tensor:
+    """`R2^T` applied to every head's block of rows of a weight `[O, I]`, or of a bias `[O]`."""
+    blocks = outputs.reshape(-1, r2.shape[0], outputs[0].numel())
+    return (r2.T @ blocks).reshape(outputs.shape)

@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from bitnest_format.errors import SourceError
 from bitnest_format.manifest import Module
 from bitnest_format.shards import (
     Pending,
     pending_copy,
-    pending_tensor,
     read_header,
     read_json,
     write_json,
@@ -36,8 +33,8 @@ REFINEMENT_KEY = "refinement"
 class Part:
     """Tensors to be stored, by name, the records of the modules they belong to, and what a person should know."""
 
-    base: dict[str, Any] = field(default_factory=dict)
-    refinement: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Pending] = field(default_factory=dict)
+    refinement: dict[str, Pending] = field(default_factory=dict)
     modules: dict[str, Module] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -150,9 +147,9 @@ class WorkFolder:
     def _tensors(self, name: str, key: str) -> Path:
         return self.folder / f"{name}.{key}.safetensors"
 
-    def _write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _write_tensors(self, path: Path, tensors: Mapping[str, Pending]) -> None:
         unfinished = path.with_suffix(".tmp")
-        write_shard(unfinished, {name: pending_tensor(tensor) for name, tensor in tensors.items()}, {})
+        write_shard(unfinished, tensors, {})
         unfinished.replace(path)
 
     def _pending(self, path: Path) -> dict[str, Pending]:

@@ -107,7 +107,7 @@ def test_converted_checkpoints_are_valid_and_close_to_the_source(
     for layer in range(architecture.layers):
         folded = {name: tensors[name] for name in architecture.layer_tensors(layer)}
         if made is not None:
-            folded = {n: t.float() for n, t in rotate_layer(folded, layer, architecture, made).items()}
+            folded = {n: t.float() for n, t in rotate_layer(folded, layer, architecture, made)}
         for name, weight in folded.items():
             module = name.removesuffix(".weight")
             if module in checkpoint.manifest.modules:

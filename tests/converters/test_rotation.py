@@ -122,7 +122,7 @@ def test_head_norms_are_left_alone(tiny_model: Callable[..., Any]) -> None:
     architecture = read_architecture(config)
     rotation = _made("random", 0, architecture)
     layer = {name: tensors[name] for name in architecture.layer_tensors(0)}
-    turned = rotations.rotate_layer(layer, 0, architecture, rotation)
+    turned = dict(rotations.rotate_layer(layer, 0, architecture, rotation))
     for name in architecture.head_norm_names(0):
         assert torch.equal(turned[name], tensors[name].double())
     for name in architecture.norm_names(0):
