@@ -42,8 +42,8 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/bitnest-format inspect $(DEMO)
 	$(BIN)/bitnest-format generate $(DEMO) --prompt "$(DEMO_PROMPT)" --max-new-tokens 96 --stats
 
-# One thread per worker: the tests' tensors are too small for more.
-test: $(VENV)/.installed
+# One thread per worker: the tests' tensors are too small for more. The demo's model is one of their inputs.
+test: $(VENV)/.installed-demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.installed-lint typecheck

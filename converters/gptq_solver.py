@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ from bitnest_format.nesting import (
     round_scale,
 )
 
-WALK_BLOCK = 128
+HESSIAN_STRIPS = 8
+# Columns whose movements are applied one by one; beyond them they are gathered into one matrix product.
+TILE = 32
 DAMPING_GROWTH = 10.0
 LARGEST_DAMPING = 1.0
 SHRINK_FACTORS = tuple(round(0.6 + 0.02 * step, 2) for step in range(21))
@@ -37,20 +40,28 @@ SCALE_ERROR_NORM = 2.4
 
 
 class HessianSum:
-    """Accumulates `X^T X / N` over calibration inputs, float32 `[I, I]`."""
+    """Accumulates `X^T X / N` over calibration inputs, float32 `[I, I]`.
+
+    The product is symmetric: it is summed in strips of rows, each from its own diagonal block on, and mirrored at the
+    end, which leaves out nearly half of the multiplications.
+    """
 
     def __init__(self, inputs: int, device: str = "cpu"):
         self.total = torch.zeros(inputs, inputs, device=device)
         self.tokens = 0
+        step = -(-inputs // HESSIAN_STRIPS)
+        self.strips = [slice(first, min(first + step, inputs)) for first in range(0, inputs, step)]
 
     def add(self, activations: Tensor) -> None:
         """Add inputs of any leading shape, `[..., I]`."""
         rows = activations.reshape(-1, activations.shape[-1]).float()
-        self.total.addmm_(rows.T, rows)
+        for strip in self.strips:
+            self.total[strip, strip.start :].addmm_(rows[:, strip].T, rows[:, strip.start :])
         self.tokens += rows.shape[0]
 
     def mean(self) -> Tensor:
-        return self.total / max(self.tokens, 1)
+        upper = self.total.triu()
+        return (upper + upper.triu(1).T) / max(self.tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +171,20 @@ def solve_refinement(weight: Tensor, factor: InverseFactor, base: Tensor, scale:
     return Refinement(codes, (plane.wanted != plane.codes).float().mean(dim=0))
 
 
+class _Column(NamedTuple):
+    """One column of a plane, `[O]` each."""
+
+    wanted: Tensor
+    codes: Tensor
+    lowest: Tensor
+    highest: Tensor
+
+    def choose(self, value: Tensor) -> Tensor:
+        """Take the allowed codes nearest to `value` (in steps) and return them."""
+        wanted = torch.round(value, out=self.wanted)
+        return torch.clamp(wanted, self.lowest, self.highest, out=self.codes)
+
+
 class _Plane:
     """Integer codes in the making, `[I, O]` float32, with one scale per group and the range of each code.
 
@@ -181,10 +206,15 @@ class _Plane:
     def refit_group(self, start: int, pull: Tensor, hessian: Tensor) -> None:
         """Called when a sweep reaches a group: `pull` is its rows of `H E`, `hessian` its block of `H`."""
 
-    def choose(self, column: int, value: Tensor) -> Tensor:
-        """Give a column the allowed codes nearest to `value` (in steps) and return them."""
-        wanted = torch.round(value, out=self.wanted[column])
-        return torch.clamp(wanted, self.lowest[column], self.highest[column], out=self.codes[column])
+    def columns(self, tile: slice) -> Iterator[_Column]:
+        """The columns of a tile one by one; views, made at once because indexing costs as much as arithmetic here."""
+        return map(
+            _Column,
+            self.wanted[tile].unbind(),
+            self.codes[tile].unbind(),
+            self.lowest[tile].unbind(),
+            self.highest[tile].unbind(),
+        )
 
     def values(self, rows: slice) -> Tensor:
         return self.codes[rows] * self.scale[rows.start // self.group_size]
@@ -218,60 +248,70 @@ class _BasePlane(_Plane):
             self.highest[rows] = (steps + self.bound).floor().clamp(BASE_MIN, BASE_MAX)
 
 
-def _blocks(plane: _Plane) -> Iterator[tuple[int, slice]]:
-    """Runs of columns that are worked on together: `(start of their group, rows)`; none crosses a group."""
-    inputs, size = plane.goal.shape[0], plane.group_size
-    for start in range(0, inputs, size):
-        for first in range(start, start + size, WALK_BLOCK):
-            yield start, slice(first, min(first + WALK_BLOCK, start + size))
+def _groups(plane: _Plane) -> Iterator[slice]:
+    for start in range(0, plane.goal.shape[0], plane.group_size):
+        yield slice(start, start + plane.group_size)
+
+
+def _tiles(rows: slice) -> Iterator[slice]:
+    for first in range(rows.start, rows.stop, TILE):
+        yield slice(first, min(first + TILE, rows.stop))
 
 
 def _walk(plane: _Plane, factor: InverseFactor | None) -> None:
     """Choose every column once, in order, moving later ones to make up for errors.
 
-    Movements reach the columns of the same block at once and later blocks when the block is done, so a group
-    starts with all earlier movements applied.
+    Movements reach the columns of the same tile at once, those of the same group when the tile is done, and later
+    groups when the group is done, so a group starts with all earlier movements applied.
     """
     moved = plane.goal.clone()
-    for start, rows in _blocks(plane):
-        if rows.start == start:
-            plane.enter_group(start, moved[start : start + plane.group_size])
-        scale = plane.scale[start // plane.group_size]
-        steps = moved[rows] / scale
+    for group in _groups(plane):
+        plane.enter_group(group.start, moved[group])
+        scale = plane.scale[group.start // plane.group_size]
+        steps = moved[group] / scale
         if factor is None:
-            for offset, column in enumerate(range(rows.start, rows.stop)):
-                plane.choose(column, steps[offset])
+            for column, step in zip(plane.columns(group), steps.unbind(), strict=True):
+                column.choose(step)
             continue
-        block = factor.upper[rows, rows]
+        upper = factor.upper
         errors = torch.empty_like(steps)
-        for offset, reciprocal in enumerate((1 / block.diagonal()).tolist()):
-            codes = plane.choose(rows.start + offset, steps[offset])
-            error = torch.sub(steps[offset], codes, out=errors[offset]).mul_(reciprocal)
-            steps[offset + 1 :].addr_(block[offset, offset + 1 :], error, alpha=-1)
-        moved[rows.stop :].addmm_(factor.upper[rows, rows.stop :].T, errors * scale, alpha=-1)
+        for tile in _tiles(group):
+            here = slice(tile.start - group.start, tile.stop - group.start)
+            block, tile_steps, tile_errors = upper[tile, tile], steps[here], errors[here]
+            later = block.triu(1).unbind()
+            reciprocals = (1 / block.diagonal()).tolist()
+            rows = zip(plane.columns(tile), tile_steps.unbind(), tile_errors.unbind(), later, reciprocals, strict=True)
+            for column, step, error, weights, reciprocal in rows:
+                torch.sub(step, column.choose(step), out=error).mul_(reciprocal)
+                tile_steps.addr_(weights, error, alpha=-1)
+            steps[here.stop :].addmm_(upper[tile, tile.stop : group.stop].T, tile_errors, alpha=-1)
+        moved[group.stop :].addmm_(upper[group, group.stop :].T, errors * scale, alpha=-1)
 
 
 def _sweep(plane: _Plane, hessian: Tensor) -> None:
     """Choose every column again by coordinate descent; the error never grows while the scales stand still.
 
-    With `P = H E`, column `j` alone would best become `Q[j] + P[j] / H[j, j]`. Scales are refitted at the start of a
-    group where the group is one block.
+    With `P = H E`, column `j` alone would best become `Q[j] + P[j] / H[j, j]`. A group's scale is refitted before its
+    columns.
     """
-    error = torch.cat([plane.goal[rows] - plane.values(rows) for _, rows in _blocks(plane)])
-    for start, rows in _blocks(plane):
-        block = hessian[rows, rows]
-        pull = hessian[rows] @ error
-        if rows.stop - rows.start == plane.group_size:
-            plane.refit_group(start, pull, block)
-            refitted = plane.goal[rows] - plane.values(rows)
-            pull.addmm_(block, refitted - error[rows])
-        pull /= plane.scale[start // plane.group_size]
-        codes = plane.codes[rows].clone()
-        for offset, diagonal in enumerate(block.diagonal().tolist()):
-            best = torch.add(codes[offset], pull[offset], alpha=1 / diagonal)
-            change = plane.choose(rows.start + offset, best) - codes[offset]
-            pull[offset + 1 :].addr_(block[offset, offset + 1 :], change, alpha=-1)
-        error[rows] = plane.goal[rows] - plane.values(rows)
+    error = torch.cat([plane.goal[group] - plane.values(group) for group in _groups(plane)])
+    for group in _groups(plane):
+        pull = hessian[group] @ error
+        plane.refit_group(group.start, pull, hessian[group, group])
+        refitted = plane.goal[group] - plane.values(group)
+        pull.addmm_(hessian[group, group], refitted - error[group])
+        pull /= plane.scale[group.start // plane.group_size]
+        for tile in _tiles(group):
+            here = slice(tile.start - group.start, tile.stop - group.start)
+            diagonal = hessian.diagonal()[tile]
+            best = pull[here] / diagonal.unsqueeze(1) + plane.codes[tile]
+            change = plane.codes[tile].neg()
+            later = (hessian[tile, tile] / diagonal).triu(1).unbind()
+            rows = zip(plane.columns(tile), best.unbind(), change.unbind(), later, strict=True)
+            for column, value, step, weights in rows:
+                best.addr_(weights, step.add_(column.choose(value)), alpha=-1)
+            pull[here.stop :].addmm_(hessian[tile.stop : group.stop, tile], change, alpha=-1)
+        error[group] = plane.goal[group] - plane.values(group)
 
 
 def group_scales(moved: Tensor, scale_type: torch.dtype, search: bool) -> Tensor:

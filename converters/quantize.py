@@ -11,6 +11,7 @@ from torch import Tensor
 from bitnest_format import nesting, packing
 from bitnest_format.checkpoint import BASE_SUFFIX, REFINEMENT_SUFFIX, SCALE_SUFFIX
 from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.manifest import Module, Plane
 from bitnest_format.shards import tensor_sha256
@@ -74,6 +75,7 @@ def _quantize(
         bound=options.base_bound if gptq else None,
         sweeps=options.base_sweeps,
     )
+    release_freed_memory()
     if options.refinement == "feedback" and factor is not None:
         solved = gptq_solver.solve_refinement(weight, factor, base.codes, base.scale, options.refinement_sweeps)
         refinement, clipped = solved.codes, solved.clipped
