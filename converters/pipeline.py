@@ -139,6 +139,8 @@ def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None)
     return {
         "tool": __version__,
         "torch": torch.__version__,
+        # Sums of floats depend on how many threads share them.
+        "threads": torch.get_num_threads(),
         "source": plan.fingerprint,
         "options": options.fingerprint_fields(),
         "rotation": rotation.record() if rotation else None,
