@@ -24,7 +24,6 @@ import gzip
 import inspect
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, LINEARS, read_architecture
+
 if TYPE_CHECKING:
     from bitnest_format.converters.rotation import Rotation
 
@@ -48,16 +49,6 @@ PREFIX_SHAPE = (48, 64)
 NEW_TOKENS = 128
 GAMMA = 4
 
-LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-HEAD = "lm_head.weight"
 _JSON_GAP = re.compile(r"[\s,\[]*")
 # Rows per forward pass where whole sequences of logits are held at once.
 LOGIT_ROWS = 8
@@ -539,7 +530,6 @@ def read_source(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def rotated(config: Mapping[str, Any], weights: Mapping[str, Tensor], rotation: Rotation) -> dict[str, Tensor]:
     """The same function with the rotation folded in, as the converter does it: a new dictionary, float32."""
-    from bitnest_format.architecture import EMBEDDING, FINAL_NORM, read_architecture
     from bitnest_format.converters.rotation import rotate_embedding, rotate_head, rotate_layer
 
     architecture = read_architecture(config)
@@ -585,7 +575,6 @@ def evaluate_checkpoint(
 
 
 def _reference_views(folder: Path, source: Path, rotation_file: Path | None, device: str) -> tuple[View, View]:
-    from bitnest_format.architecture import read_architecture
     from bitnest_format.checkpoint import Checkpoint
     from bitnest_format.converters.rotation import make_rotation
 

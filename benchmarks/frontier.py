@@ -49,7 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sweeps 3/3, no bound": {"base_bound": None, "base_sweeps": 3, "refinement_sweeps": 3},
     "sweeps 0/3, bound 0.8": {"base_bound": 0.8, "base_sweeps": 0, "refinement_sweeps": 3},
     "sweeps 3/3, bound 0.7": {"base_bound": 0.7, "base_sweeps": 3, "refinement_sweeps": 3},
-    "sweeps 3/3, bound 0.8": {"base_bound": 0.8, "base_sweeps": 3, "refinement_sweeps": 3},
     "sweeps 3/3, bound 0.9": {"base_bound": 0.9, "base_sweeps": 3, "refinement_sweeps": 3},
     "sweeps 3/3, bound 1.0": {"base_bound": 1.0, "base_sweeps": 3, "refinement_sweeps": 3},
     "sweeps 8/8, bound 0.8": {"base_bound": 0.8, "base_sweeps": 8, "refinement_sweeps": 8},

@@ -42,13 +42,13 @@ class FloatModel:
 
     @torch.inference_mode()
     def run_layer(
-        self, layer: int, weights: Mapping[str, Tensor], collect: Iterable[Sequence[str]], last: bool
+        self, layer: int, weights: Mapping[str, Tensor], collect: Iterable[Sequence[str]]
     ) -> dict[str, Tensor]:
         """Advance the stream through one layer; return the mean `X^T X` of each collected input.
 
         `weights`: the layer's tensors by full checkpoint name. `collect`: sequences of linear layers that share an
         input, such as `("mlp.gate_proj", "mlp.up_proj")`; the first name of each is the key of its Hessian
-        `[I, I]`. The `last` layer's output is not computed where nothing needs it.
+        `[I, I]`.
         """
         module = self.decoder.layers[layer]
         prefix = f"model.layers.{layer}."

@@ -82,6 +82,11 @@ class ConvertOptions:
         return cls(**{"base_bound": None, "base_sweeps": 0, "refinement": "closed", **changes})
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether either plane is found by error feedback; rounding alone needs no text."""
+        return self.base == "gptq" or self.refinement == "feedback"
+
+    @property
     def rotation_kind(self) -> str:
         return self.rotation.partition(":")[0]
 

@@ -148,7 +148,7 @@ def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None)
 
 
 def _calibration(options: ConvertOptions, tokenizer: Path, architecture: Architecture) -> Calibration | None:
-    if options.base == "rtn" and options.refinement == "closed":
+    if not options.needs_calibration:
         return None
     return load_calibration(
         options.calibration,
@@ -182,6 +182,11 @@ class _Conversion:
         self.work = work
         self.report = report
         self.warnings: list[str] = list(source.notes)
+        if calibration and len(calibration.input_ids) < options.calibration_samples:
+            self.warnings.append(
+                f"the calibration text fills {len(calibration.input_ids)} sequences of the "
+                f"{options.calibration_samples} asked for"
+            )
 
     def run(self) -> None:
         """Write one part per decoder layer, skipping those an interrupted run has finished."""
@@ -192,16 +197,13 @@ class _Conversion:
         for layer in range(layers):
             self.report("quantizing layers", layer, layers)
             finished = self.work.finished(_layer_part(layer))
-            last = layer == layers - 1
             if finished:
                 self.warnings += self.work.warnings(_layer_part(layer))
-            if finished and (model is None or last):
+            if finished and (model is None or layer == layers - 1):
                 continue
             weights = self._folded_layer(layer)
             release_freed_memory()
-            hessians = (
-                model.run_layer(layer, weights, collect=() if finished else SHARED_INPUTS, last=last) if model else {}
-            )
+            hessians = model.run_layer(layer, weights, collect=() if finished else SHARED_INPUTS) if model else {}
             release_freed_memory()
             if not finished:
                 part = self._quantize_layer(layer, weights, hessians)

@@ -257,8 +257,7 @@ def _option_problems(architecture: Architecture, options: ConvertOptions) -> Ite
     file = options.rotation_file
     if file is not None and not file.is_file():
         yield f"--rotation spinquant: {file}: no such file"
-    needs_text = options.base == "gptq" or options.refinement == "feedback"
-    if needs_text and options.calibration != BUILTIN and not Path(options.calibration).is_file():
+    if options.needs_calibration and options.calibration != BUILTIN and not Path(options.calibration).is_file():
         yield f"--calibration {options.calibration}: no such file"
     try:
         torch.empty(0, device=options.device)

@@ -70,7 +70,7 @@ class WorkFolder:
         for leftover in self.folder.glob("*.tmp"):
             leftover.unlink()
         if not resume:
-            write_json(self.folder / STATE_FILE, dict(fingerprint))
+            self._write_state(dict(fingerprint))
 
     def pin(self, key: str, value: Any) -> None:
         """Add one more ingredient to the state, or compare it with the one an earlier run recorded."""
@@ -78,7 +78,12 @@ class WorkFolder:
         if key in state:
             self._compare({**state, key: value})
         else:
-            write_json(self.folder / STATE_FILE, {**state, key: value})
+            self._write_state({**state, key: value})
+
+    def _write_state(self, state: Mapping[str, Any]) -> None:
+        unfinished = (self.folder / STATE_FILE).with_suffix(".tmp")
+        write_json(unfinished, state)
+        unfinished.replace(self.folder / STATE_FILE)
 
     def _compare(self, fingerprint: Mapping[str, Any]) -> None:
         earlier = _leaves(read_json(self.folder / STATE_FILE))

@@ -55,7 +55,7 @@ def test_hessians_equal_those_of_the_whole_model(
     model.embed(ids, lambda distinct: tensors[EMBEDDING][distinct])
     for layer in range(2):
         weights = {name: tensors[name] for name in architecture.layer_tensors(layer)}
-        hessians = model.run_layer(layer, weights, SHARED_INPUTS, last=layer == 1)
+        hessians = model.run_layer(layer, weights, SHARED_INPUTS)
         assert list(hessians) == [linears[0] for linears in SHARED_INPUTS]
         for name, hessian in hessians.items():
             seen = inputs[f"{layer}.{name}"]
@@ -67,5 +67,5 @@ def test_a_layer_is_lent_its_weights_and_keeps_none(tiny_model: Callable[..., An
     model = FloatModel(config, "cpu")
     model.embed(torch.tensor([[1, 2, 3]]), lambda distinct: tensors[EMBEDDING][distinct].float())
     weights = {n: tensors[n].float() for n in read_architecture(config).layer_tensors(0)}
-    assert model.run_layer(0, weights, (), last=False) == {}
+    assert model.run_layer(0, weights, ()) == {}
     assert all(parameter.is_meta for parameter in model.decoder.parameters())

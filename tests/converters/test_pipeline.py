@@ -407,3 +407,11 @@ def test_plan_fingerprint_depends_on_content_alone(model_folder: Any, options: A
     other = _convert(model_folder("c", seed=9), tmp_path / "three", options())
     fingerprints = [r.manifest.source["fingerprint"] for r in (result, again, other)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_short_calibration_is_reported(model_folder: Any, options: Any, tmp_path: Path) -> None:
+    source = model_folder()
+    short = _convert(source, tmp_path / "short", options(calibration_samples=9))
+    assert "the calibration text fills 8 sequences of the 9 asked for" in short.warnings
+    whole = _convert(source, tmp_path / "whole", options(calibration_samples=8))
+    assert not [warning for warning in whole.warnings if "calibration" in warning]
