@@ -24,6 +24,7 @@ import gzip
 import inspect
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
