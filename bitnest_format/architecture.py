@@ -29,7 +29,8 @@ LINEARS = (*ATTENTION_INPUTS, ATTENTION_OUTPUT, *MLP_INPUTS, MLP_OUTPUT)
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
+HEAD_MODULE = "lm_head"
+HEAD = f"{HEAD_MODULE}.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,11 @@ class Architecture:
             "mlp.down_proj": (self.hidden_size, self.intermediate_size),
         }[linear]
 
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """`(outputs, inputs)` of the head."""
+        return self.vocab_size, self.hidden_size
+
     def has_bias(self, linear: str) -> bool:
         if linear in ATTENTION_INPUTS:
             return self.attention_bias
@@ -84,11 +90,13 @@ class Architecture:
         prefix = f"model.layers.{layer}.self_attn"
         return f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"
 
-    def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Every quantizable module as `(name, (outputs, inputs))`, in forward order."""
+    def modules(self, *, nested_head: bool = False) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Every quantizable module as `(name, (outputs, inputs))`, in forward order; the head only if it is nested."""
         for layer in range(self.layers):
             for linear in LINEARS:
                 yield f"model.layers.{layer}.{linear}", self.linear_shape(linear)
+        if nested_head:
+            yield HEAD_MODULE, self.head_shape
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the forward pass needs, by name, with its shape; `lm_head` only where it is untied."""
@@ -97,7 +105,7 @@ class Architecture:
             shapes |= self.layer_tensors(layer)
         shapes[FINAL_NORM] = (self.hidden_size,)
         if not self.tied_embeddings:
-            shapes[HEAD] = (self.vocab_size, self.hidden_size)
+            shapes[HEAD] = self.head_shape
         return shapes
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:

@@ -127,7 +127,7 @@ class NestedModel:
         pieces = []
         for first in range(0, len(prompt), PREFILL_ROWS):
             hidden = self.decoder.forward(ids[first : first + PREFILL_ROWS], first, cache, view)
-            pieces.append(self.decoder.logits(hidden))
+            pieces.append(self.decoder.logits(hidden, view))
         return torch.cat(pieces)
 
     def generate(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,15 +16,18 @@ from bitnest_format.architecture import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    HEAD_MODULE,
     MLP_INPUTS,
     MLP_OUTPUT,
+    Architecture,
     read_architecture,
 )
-from bitnest_format.checkpoint import Checkpoint
+from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError
 from bitnest_format.kernels.reference import DECODE_ROWS, apply_rope, lm_head, rms_norm, silu_mul
 from bitnest_format.kernels.reference_attention import attention
 from bitnest_format.kernels.reference_linear import View, code_type
+from bitnest_format.manifest import MANIFEST_FILE
 from bitnest_format.runtime.kv_cache import KvCache
 from bitnest_format.runtime.linear import StackedLinear
 from bitnest_format.runtime.memory import available_bytes
@@ -75,24 +79,23 @@ class Decoder:
         self.architecture = read_architecture(checkpoint.config)
         self.views = views
         self.device = torch.device(device)
-        self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
         self._checkpoint = checkpoint
+        self.nested_head = _has_nested_head(checkpoint, self.architecture)
+        self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
         self.rope = RopeTable(checkpoint.config, self.architecture, self.device)
-        head = EMBEDDING if self.architecture.tied_embeddings else HEAD
-        stored_head = self._tensor(head)
-        self.head_bytes = stored_head.nbytes
-        self.head = stored_head.float() if self.unpack == "load" else stored_head
-        self.embedding = self.head if head == EMBEDDING else self._tensor(EMBEDDING)
+        self.head, self.head_bytes = self._load_head()
+        shared = isinstance(self.head, Tensor) and self.architecture.tied_embeddings
+        self.embedding: Tensor = self.head if shared else self._tensor(EMBEDDING)
         self.final_norm = self._tensor(FINAL_NORM).float()
         self.layers = [self._load_layer(layer) for layer in range(self.architecture.layers)]
         self.view_bytes = {view: self._view_bytes(view) for view in views}
         self.product_bytes = max(linear.product_bytes for linear in self._linears())
 
     def unpacked_bytes(self) -> int:
-        """Bytes of the codes and the float32 head that `unpack="load"` keeps."""
-        weights = sum(outputs * inputs for _, (outputs, inputs) in self.architecture.modules())
-        codes = code_type(self.device).itemsize * len(self.views) * weights
-        return codes + 4 * self.architecture.vocab_size * self.architecture.hidden_size
+        """Bytes of the codes and the float32 head that `unpack="load"` keeps; a nested head is codes too."""
+        modules = self.architecture.modules(nested_head=self.nested_head)
+        codes = code_type(self.device).itemsize * len(self.views) * sum(math.prod(shape) for _, shape in modules)
+        return codes if self.nested_head else codes + 4 * math.prod(self.architecture.head_shape)
 
     def threads(self, rows: int) -> int:
         """CPU threads that a pass of `rows` rows is worth."""
@@ -138,9 +141,12 @@ class Decoder:
             stream = stream + layer.mlp_output(silu_mul(layer.mlp_inputs(normed, view)), view)
         return rms_norm(stream, self.final_norm, size.norm_epsilon)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[M, H]` final hidden states -> float32 `[M, V]`. Raises `GenerationError` where one is NaN."""
-        logits = lm_head(hidden, self.head)
+    def logits(self, hidden: Tensor, view: View) -> Tensor:
+        """float32 `[M, H]` final hidden states -> float32 `[M, V]`; `view` says which of a nested head's is used.
+
+        Raises `GenerationError` where one is NaN.
+        """
+        logits = lm_head(hidden, self.head) if isinstance(self.head, Tensor) else self.head(hidden, view)
         if bool(logits.isnan().any()):
             raise GenerationError(
                 f"{self._checkpoint.folder.name}: the model's output is not a number. "
@@ -155,7 +161,16 @@ class Decoder:
             piece = ids[first : first + PREFILL_ROWS]
             hidden = self.forward(piece, first, cache, view)
             cache.length = first + piece.shape[0]
-        return self.logits(hidden[-1:])[0]
+        return self.logits(hidden[-1:], view)[0]
+
+    def _load_head(self) -> tuple[Tensor | StackedLinear, dict[View, int]]:
+        """The head, and the bytes that a pass of each view reads of it as stored."""
+        if self.nested_head:
+            head = self._stacked({HEAD_MODULE: self.architecture.head_shape})
+            return head, head.plane_bytes
+        stored = self._tensor(EMBEDDING if self.architecture.tied_embeddings else HEAD)
+        weight = stored.float() if self.unpack == "load" else stored
+        return weight, dict.fromkeys(self.views, stored.nbytes)
 
     def _load_layer(self, number: int) -> Layer:
         prefix = f"model.layers.{number}"
@@ -180,16 +195,18 @@ class Decoder:
         return torch.cat((query.expand(self.architecture.heads, -1), key.expand(self.architecture.kv_heads, -1)))
 
     def _linear(self, prefix: str, linears: tuple[str, ...]) -> StackedLinear:
-        names = [f"{prefix}.{linear}" for linear in linears]
-        for name, linear in zip(names, linears, strict=True):
-            expected = self.architecture.linear_shape(linear)
+        return self._stacked({f"{prefix}.{linear}": self.architecture.linear_shape(linear) for linear in linears})
+
+    def _stacked(self, shapes: Mapping[str, tuple[int, int]]) -> StackedLinear:
+        """Linear layers that read the same input, by name, with the shapes that config.json gives them."""
+        for name, expected in shapes.items():
             if name not in self._checkpoint.manifest.modules:
                 self._tensor(f"{name}.weight")
             elif (found := self._checkpoint.module(name).shape) != expected:
                 raise CheckpointError(
                     f"{name}: is {found[0]} x {found[1]}, config.json makes it {expected[0]} x {expected[1]}"
                 )
-        return StackedLinear(self._checkpoint, names, views=self.views, unpack=self.unpack, device=self.device)
+        return StackedLinear(self._checkpoint, list(shapes), views=self.views, unpack=self.unpack, device=self.device)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._checkpoint.tensor(name)
@@ -204,6 +221,17 @@ class Decoder:
     def _linears(self) -> Iterator[StackedLinear]:
         for layer in self.layers:
             yield from (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
+
+
+def _has_nested_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
+    """Whether the manifest lists the head. Raises `CheckpointError` where the config ties it to the embedding."""
+    nested = HEAD_MODULE in checkpoint.manifest.modules
+    if nested and architecture.tied_embeddings:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: tie_word_embeddings is true, but {MANIFEST_FILE} lists the module {HEAD_MODULE}; "
+            "set it to false"
+        )
+    return nested
 
 
 def _choose_unpack(unpack: Unpack, needed: int, device: torch.device) -> Literal["load", "call"]:

@@ -87,16 +87,17 @@ class SpeculativeLoop:
         fine_from = self.kv.draft_fine_from(stop, keep_decoded=keep) if view == "draft" else 0
         self.counters.bytes_read += self.bytes_of_pass(stop, view, fine_from)
         ids = torch.tensor(tokens, device=self.decoder.device)
-        return self.decoder.logits(self.decoder.forward(ids, position, self.cache, view, fine_from))
+        return self.decoder.logits(self.decoder.forward(ids, position, self.cache, view, fine_from), view)
 
     def bytes_of_pass(self, stop: int, view: View, fine_from: int) -> int:
         """Bytes of the checkpoint and the cache that one pass must read, each once, whatever its rows share.
 
-        Planes, scales and biases of the view, the head as stored, and for every layer the `stop` cache entries (or
-        those inside its window): both planes and the scale from `fine_from` on, base plane and scale before. Norms and
-        embedding rows (below a thousandth) and this runtime's float32 copies do not count.
+        Planes, scales and biases of the view, the head (a nested one by the view, another as stored), and for every
+        layer the `stop` cache entries (or those inside its window): both planes and the scale from `fine_from` on, base
+        plane and scale before. Norms and embedding rows (below a thousandth) and this runtime's float32 copies do not
+        count.
         """
-        total = self.decoder.view_bytes[view] + self.decoder.head_bytes
+        total = self.decoder.view_bytes[view] + self.decoder.head_bytes[view]
         fine, coarse = self.cache.entry_bytes(fine=True), self.cache.entry_bytes(fine=False)
         for window in self.decoder.architecture.sliding_windows:
             start = 0 if window is None else max(0, stop - window)

@@ -49,7 +49,8 @@ def tiny_checkpoint() -> Callable[..., Path]:
     """`(folder, model_type="llama", tied=False, seed=0, group_size=None, ...)` -> `folder`, made and filled.
 
     Round-to-nearest base, closed-form refinement, no rotation. `group_size=-1` is one group per row. Further
-    keywords: `scale_type` (a torch dtype), `draft_only`, `shard_bytes`, and any field of the config.
+    keywords: `scale_type` (a torch dtype), `draft_only`, `shard_bytes`, `nested_head` (a head that is a module, for
+    untied models), and any field of the config.
     """
     return write_tiny_checkpoint
 
@@ -103,6 +104,7 @@ def write_tiny_checkpoint(
     scale_type: torch.dtype | None = None,
     draft_only: bool = False,
     shard_bytes: int = 5_000_000_000,
+    nested_head: bool = False,
     **config_changes: Any,
 ) -> Path:
     """Write a nested checkpoint of `make_tiny_model` with the same arguments; returns `folder`."""
@@ -111,7 +113,7 @@ def write_tiny_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(folder, shard_bytes=shard_bytes)
     modules: dict[str, Module] = {}
-    for name in dict(architecture.modules()):
+    for name in dict(architecture.modules(nested_head=nested_head)):
         weight = tensors.pop(f"{name}.weight").float()
         bias = tensors.pop(f"{name}.bias", None)
         modules[name] = _add_module(writer, name, weight, bias, group_size, scale_type, draft_only)

@@ -304,7 +304,7 @@ def test_stats_of_a_run(model: NestedModel) -> None:
     assert (target.rounds, target.drafted, target.acceptance, target.tokens_per_round) == (29, 0, None, 1.0)
     decoder = model.decoder
     cache = sum(2 * 2 * 2 * (64 + 4) * length for length in range(4, 33)) / 29
-    assert target.bytes_per_token == pytest.approx(decoder.view_bytes["target"] + decoder.head_bytes + cache)
+    assert target.bytes_per_token == pytest.approx(decoder.view_bytes["target"] + decoder.head_bytes["target"] + cache)
     assert set(target.seconds) == {"prefill", "draft", "verify"}
     json.dumps(nested.to_dict())
 

@@ -15,7 +15,7 @@ from bitnest_format import nesting
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError, UnsupportedModelError
 from bitnest_format.kernels.reference import quantize_activation
-from bitnest_format.kernels.reference_linear import View
+from bitnest_format.kernels.reference_linear import View, code_type
 from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvCache
 from bitnest_format.runtime.model import Decoder
@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 128},
     "mistral": {"model_type": "mistral", "num_key_value_heads": 4},
     "mistral window": {"model_type": "mistral", "sliding_window": 16},
+    "nested head": {"nested_head": True, "vocab_size": 323},
 }
 
 PROMPT = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(11)).tolist()
@@ -127,6 +128,8 @@ def _float_decoder(folder: Path) -> Decoder:
             mlp_inputs=linear("mlp.gate_proj", "mlp.up_proj"),
             mlp_output=linear("mlp.down_proj"),
         )
+    if decoder.nested_head:
+        decoder.head = FloatLinear(checkpoint, ["lm_head"])  # type: ignore[assignment]
     return decoder
 
 
@@ -145,12 +148,12 @@ def test_without_activation_quantization_logits_equal_transformers(
     pieces, first = [], 0
     for count in (20, 1, 5, 1, 13):
         hidden = decoder.forward(ids[first : first + count], first, cache, view)
-        pieces.append(decoder.logits(hidden))
+        pieces.append(decoder.logits(hidden, view))
         first += count
     torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=1e-5)
 
 
-def _fake_quantize(model: nn.Module) -> None:
+def _fake_quantize(model: nn.Module, nested_head: bool = False) -> None:
     """Give transformers' model the runtime's INT8 inputs of linear layers and KV8 cache."""
     from transformers import AttentionInterface
     from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -160,7 +163,7 @@ def _fake_quantize(model: nn.Module) -> None:
         return ((codes.float() * scale.unsqueeze(1)).view_as(inputs[0]),)
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if isinstance(module, nn.Linear) and (name != "lm_head" or nested_head):
             module.register_forward_pre_hook(round_input)
 
     def nested_attention(
@@ -177,13 +180,13 @@ def _fake_quantize(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("view", ["draft", "target"])
-@pytest.mark.parametrize("name", ["llama", "qwen2 window", "qwen3", "mistral window"])
+@pytest.mark.parametrize("name", ["llama", "qwen2 window", "qwen3", "mistral window", "nested head"])
 def test_logits_equal_transformers_with_the_same_quantization(
     name: str, view: View, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "model", **MODELS[name])
     reference = _transformers_model(folder, view)
-    _fake_quantize(reference)
+    _fake_quantize(reference, nested_head=name == "nested head")
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0]
     logits = NestedModel.open(folder).logits(PROMPT, view)
@@ -196,7 +199,7 @@ def test_logits_equal_transformers_with_the_same_quantization(
 
 @pytest.mark.parametrize("unpack", ["load", "call"])
 @pytest.mark.parametrize("view", ["draft", "target"])
-@pytest.mark.parametrize("name", ["llama tied", "qwen2 window", "qwen3", "mistral window"])
+@pytest.mark.parametrize("name", ["llama tied", "qwen2 window", "qwen3", "mistral window", "nested head"])
 @torch.inference_mode()
 def test_logits_of_a_row_do_not_depend_on_its_neighbours(
     name: str, view: View, unpack: Any, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
@@ -214,10 +217,10 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(
     alone = []
     for position in range(20, 29):
         hidden = decoder.forward(ids[position : position + 1], position, cache, view)
-        alone.append(decoder.logits(hidden)[0])
+        alone.append(decoder.logits(hidden, view)[0])
     for rows in range(2, 10):
         together = start()
-        logits = decoder.logits(decoder.forward(ids[20 : 20 + rows], 20, together, view))
+        logits = decoder.logits(decoder.forward(ids[20 : 20 + rows], 20, together, view), view)
         for row in range(rows):
             assert torch.equal(logits[row], alone[row]), f"row {row} of {rows}"
         stop = 20 + rows
@@ -225,9 +228,12 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(
         assert torch.equal(together.scale[..., :stop], cache.scale[..., :stop])
 
 
+@pytest.mark.parametrize("nested_head", [False, True])
 @torch.inference_mode()
-def test_both_memory_modes_give_the_same_bits(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
-    folder = tiny_checkpoint(tmp_path / "model")
+def test_both_memory_modes_give_the_same_bits(
+    nested_head: bool, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", nested_head=nested_head)
     loaded = NestedModel.open(folder, unpack="load")
     called = NestedModel.open(folder, unpack="call")
     for view in ("draft", "target"):
@@ -395,4 +401,39 @@ def test_bytes_of_a_view_are_the_bytes_of_its_tensors(tmp_path: Path, tiny_check
     draft = sum(w.base.nbytes + w.scale.nbytes + (0 if w.bias is None else w.bias.nbytes) for w in weights)
     refinement = sum(w.refinement.nbytes for w in weights if w.refinement is not None)
     assert decoder.view_bytes == {"draft": draft, "target": draft + refinement}
-    assert decoder.head_bytes == checkpoint.tensor("lm_head.weight").nbytes
+    head = checkpoint.tensor("lm_head.weight").nbytes
+    assert decoder.head_bytes == {"draft": head, "target": head}
+
+
+def test_bytes_of_a_nested_head_depend_on_the_view(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    plain = NestedModel.open(tiny_checkpoint(tmp_path / "plain")).decoder
+    nested = NestedModel.open(tiny_checkpoint(tmp_path / "nested", nested_head=True)).decoder
+    weight = Checkpoint(tmp_path / "nested").weight("lm_head")
+    draft = weight.base.nbytes + weight.scale.nbytes
+    assert draft == 320 * 256 // 2 + 320 * 2 * 2
+    assert nested.head_bytes == {"draft": draft, "target": draft + 320 * 256 // 2}
+    assert nested.view_bytes == plain.view_bytes
+    saved = 4 * 320 * 256 - 2 * code_type(torch.device("cpu")).itemsize * 320 * 256
+    assert plain.unpacked_bytes() - nested.unpacked_bytes() == saved
+
+
+def test_a_nested_head_beside_tied_embeddings_is_refused(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", nested_head=True)
+    config = folder / "config.json"
+    text = config.read_text(encoding="utf-8").replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError) as error:
+        NestedModel.open(folder)
+    assert str(error.value) == (
+        "config.json: tie_word_embeddings is true, but bitnest.json lists the module lm_head; set it to false"
+    )
+
+
+def test_a_nested_head_of_another_size_is_refused(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", nested_head=True)
+    config = folder / "config.json"
+    text = config.read_text(encoding="utf-8").replace('"vocab_size": 320', '"vocab_size": 321')
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError) as error:
+        NestedModel.open(folder)
+    assert str(error.value) == "lm_head: is 320 x 256, config.json makes it 321 x 256"

@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tied": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 128},
     "mistral window": {"model_type": "mistral", "sliding_window": 16},
+    "nested head": {"nested_head": True},
 }
 GAMMAS = range(1, 9)
 
@@ -176,8 +177,10 @@ def test_without_refinement_every_draft_is_accepted(
     assert runs[0].token_ids == runs[1].token_ids
 
 
-def test_counters_add_up(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
-    decoder = Decoder(Checkpoint(tiny_checkpoint(tmp_path / "model")), ("draft", "target"))
+@pytest.mark.parametrize("nested_head", [False, True])
+def test_counters_add_up(nested_head: bool, tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", nested_head=nested_head)
+    decoder = Decoder(Checkpoint(folder), ("draft", "target"))
     loop = _loop(decoder, KvSettings(draft_switch_length=10, recent=0))
     token = loop.start(_prompt(9, seed=0))
     block = loop.round(token, 3)
@@ -186,15 +189,15 @@ def test_counters_add_up(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -
     assert sum(counters.histogram) == 1
     assert counters.histogram[counters.accepted] == 1
     fine, coarse = 2 * 2 * (64 + 4), 2 * 2 * (32 + 4)
-    head = decoder.head_bytes
-    draft = 3 * (decoder.view_bytes["draft"] + head) + 2 * (10 * fine + 11 * coarse + 12 * coarse)
-    assert counters.bytes_read == draft + decoder.view_bytes["target"] + head + 2 * 13 * fine
+    weights = {view: decoder.view_bytes[view] + decoder.head_bytes[view] for view in decoder.views}
+    draft = 3 * weights["draft"] + 2 * (10 * fine + 11 * coarse + 12 * coarse)
+    assert counters.bytes_read == draft + weights["target"] + 2 * 13 * fine
 
 
 def test_windows_bound_the_cache_bytes(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     folder = tiny_checkpoint(tmp_path / "model", model_type="mistral", sliding_window=16)
     loop = _loop(Decoder(Checkpoint(folder), ("draft", "target")))
-    weights = loop.decoder.view_bytes["target"] + loop.decoder.head_bytes
+    weights = loop.decoder.view_bytes["target"] + loop.decoder.head_bytes["target"]
     fine, coarse = 2 * 2 * (64 + 4), 2 * 2 * (32 + 4)
     assert loop.bytes_of_pass(100, "target", 0) == weights + 2 * 16 * fine
     assert loop.bytes_of_pass(100, "target", 90) == weights + 2 * (6 * coarse + 10 * fine)
