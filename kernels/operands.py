@@ -8,11 +8,14 @@ heads, `D` head size, `C` cache entries of room.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bitnest_format import packing
+
+View = Literal["draft", "target"]
 
 # Inputs that share one published sum of codes: the smallest group, so that every group is a whole number of runs.
 RUN = 32
@@ -102,3 +105,83 @@ class Best:
 
     value: Tensor
     index: Tensor
+
+
+# Attention walks the cache in splits, one program each. Where a split starts depends on nothing but its number, so a
+# token's sums are the same for any length, capacity and number of rows. The first splits are short, so that a short
+# context already occupies the device; later ones are longer, so that a long context needs few partial results.
+SHORT_SPLITS = 16
+SHORT_SPLIT = 128
+LONG_SPLIT = 512
+
+
+def split_start(split: int) -> int:
+    """The first entry of a split of the cache."""
+    return SHORT_SPLIT * min(split, SHORT_SPLITS) + LONG_SPLIT * max(0, split - SHORT_SPLITS)
+
+
+def splits_of(length: int) -> int:
+    """How many splits hold the first `length` entries."""
+    short = min(SHORT_SPLITS, -(-length // SHORT_SPLIT))
+    return short + max(0, -(-(length - SHORT_SPLITS * SHORT_SPLIT) // LONG_SPLIT))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """`heads` query heads share `kv_heads` KV heads, groups of neighbours each; all have `head_dim` elements.
+
+    A token sees itself and the `window - 1` entries before it, all of them where `window` is None. `norm_epsilon`
+    belongs to the norms of query and key heads, where a model has them.
+    Raises `ValueError` for sizes that attention cannot walk.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    norm_epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} KV heads")
+        if self.head_dim % 4 or not 0 < self.head_dim <= 256:
+            raise ValueError(f"head size {self.head_dim} is not a multiple of 4 up to 256")
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def projections(self) -> int:
+        """Outputs of the stacked query, key and value projections."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """What each split found, before the splits of a token are merged.
+
+    `accumulator` float32 `[R, Q, S, D]`: the sum of `2^(score - peak) * value` over a split; `total` float32
+    `[R, Q, S]`: the sum of `2^(score - peak)`; `peak` float32 `[R, Q, S]`: the largest score, in units of `log 2`.
+    Splits that a token does not see hold anything. `arrived` int32 `[R]` counts the heads of a token that are merged;
+    it is zero between kernels.
+    """
+
+    accumulator: Tensor
+    peak: Tensor
+    total: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, shape: AttentionShape, capacity: int, device: torch.device | str = "cpu"
+    ) -> Partials:
+        """Room for `rows` rows over a cache of `capacity` entries."""
+        places = (rows, shape.heads, splits_of(capacity))
+        return cls(
+            accumulator=torch.empty(*places, shape.head_dim, dtype=torch.float32, device=device),
+            peak=torch.empty(places, dtype=torch.float32, device=device),
+            total=torch.empty(places, dtype=torch.float32, device=device),
+            arrived=torch.zeros(rows, dtype=torch.int32, device=device),
+        )
