@@ -323,11 +323,12 @@ def _int8_kernel(
         p_even += BYTES
 
     # Codes were 16 * q4 (+ qr), so the scale is a sixteenth; a power of two changes no digit.
-    value = total * (tl.load(p_token_scale + row) * 0.0625)[None, :]
+    m_m, m_n = o_m < rows, o_n < outputs
+    value = tl.trans(total) * (tl.load(p_token_scale + o_m, mask=m_m) * 0.0625)[:, None]
     if BIAS:
-        value += tl.load(p_bias + output)[:, None]
-    p_value = p_out + (row * outputs)[None, :] + output[:, None]
-    m_value = (o_n < outputs)[:, None] & (o_m < rows)[None, :]
+        value += tl.load(p_bias + o_n, mask=m_n)[None, :]
+    p_value = p_out + o_m.to(tl.int64)[:, None] * outputs + o_n[None, :]
+    m_value = m_m[:, None] & m_n[None, :]
     if ADD:
         value += tl.load(p_value, mask=m_value)
     tl.store(p_value, value, mask=m_value)
