@@ -1,28 +1,32 @@
 """Kernels compiled ahead of time, without a GPU, and what their machine code shows.
 
 Interpreted tests say whether a kernel is right; these facts say whether it can be fast: that weights come in 16-byte
-loads, that byte products run as dp4a or on the tensor cores, that nothing spills. `python -m
-bitnest_format.kernels.compilation` prints them for every kernel of `catalogue`. Only the compiler is needed, and the
-disassemblers that come with Triton.
+loads, that byte products run as dp4a or on the tensor cores, that nothing spills. A case calls a kernel's public
+function with tensors of real sizes but without memory (`device="meta"`); what it would launch is compiled instead, with
+the tiles and warps it has chosen. `python -m bitnest_format.kernels.compilation` prints the facts of every case of
+`catalogue`. Only Triton's compiler and the disassemblers beside it are needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from bitnest_format.kernels import launch as launch_module
+from bitnest_format.kernels.launch import Features
 
 # Ampere, Orin and Hopper; Triton compiles 90 as sm_90a.
 ARCHITECTURES = (80, 87, 90)
@@ -46,33 +50,37 @@ class Expectation:
     shared_bytes: int | None = DECODE_SHARED_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One kernel, `function` of an importable `module`, with the arguments that it is compiled for.
-
-    `arguments`: Triton types by name, pointers (`*i32`) taken as aligned to 16 bytes and integers (`i32`) as unknown,
-    or as multiples of 16 where the type reads `i32:16`. `constants`: values of constexprs, and None for a tensor that
-    is not given. A constexpr `PDL` is set where the architecture has it.
-    """
+    """A call that launches kernels, and what is expected of each of them in turn: of so many and no more."""
 
     name: str
-    module: str
-    function: str
-    arguments: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 3
-    expect: Expectation = Expectation()
+    launch: Callable[[], object]
+    expect: tuple[Expectation, ...] = (Expectation(),)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel that a call would launch: its name, how many blocks of how many warps, and Triton's result."""
+
+    name: str
+    blocks: int
+    warps: int
+    result: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What the machine code of one kernel shows; counts are of instructions in the listing, not of executions.
 
-    `registers` of a thread, `shared_bytes` of a block, `local_bytes` of a thread's stack, `spills`: loads and stores of
-    local memory. `loads`: global loads by bytes, those into shared memory included.
+    `blocks` and `warps` of the launch, `registers` of a thread, `shared_bytes` of a block, `local_bytes` of a thread's
+    stack, `spills`: loads and stores of local memory. `loads`: global loads by bytes, those into shared memory
+    included. `waits`: for earlier kernels, where launches overlap.
     """
 
+    kernel: str
+    blocks: int
+    warps: int
     instructions: int
     registers: int
     shared_bytes: int
@@ -93,52 +101,69 @@ class Facts:
         return self.loads.get(16, 0)
 
 
-def compile_case(case: KernelCase, architecture: int) -> dict[str, Any]:
-    """Compile for a compute capability such as 90; Triton's stages by name, `ptx` and `cubin` among them.
+def compile_launches(launch: Callable[[], object], architecture: int) -> list[Compiled]:
+    """Call `launch` and compile for a compute capability, such as 90, what it would have launched.
 
-    `shared_bytes` is added. Raises `ValueError` where the case does not name the kernel's arguments, and
-    `RuntimeError` where kernels are interpreted.
+    Raises `RuntimeError` where kernels are interpreted.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction, KernelInterface
 
-    function = getattr(importlib.import_module(case.module), case.function)
-    if not isinstance(function, triton.runtime.JITFunction):
-        raise RuntimeError(f"{case.function} is interpreted: unset TRITON_INTERPRET to compile it")
-    names = list(function.arg_names)
-    constants = dict(case.constants)
-    pdl = architecture >= FIRST_WITH_PDL
-    if "PDL" in names:
-        constants["PDL"] = pdl
-    unknown = sorted({*constants, *case.arguments} - set(names))
-    missing = [name for name in names if name not in constants and name not in case.arguments]
-    if unknown or missing:
-        raise ValueError(f"{case.name}: arguments missing: {missing}, not of {case.function}: {unknown}")
-    types = {name: case.arguments[name] for name in names if name not in constants}
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or kind.endswith(":16")]
-    source = ASTSource(
-        function,
-        signature={name: types[name].removesuffix(":16") if name in types else "constexpr" for name in names},
-        constexprs=constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    if "PDL" in names and pdl:
-        options["launch_pdl"] = True
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return {**compiled.asm, "shared_bytes": compiled.metadata.shared}
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise RuntimeError("kernels are interpreted while TRITON_INTERPRET is set; unset it")
+    found: list[Compiled] = []
+
+    def instead(kernel: Any, grid: Any) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            assert isinstance(kernel, JITFunction)
+            sizes = grid(options) if callable(grid) else grid
+            result = kernel.run(*arguments, grid=sizes, warmup=True, **options)
+            found.append(Compiled(kernel.fn.__name__, math.prod(sizes), result.metadata.num_warps, result))
+
+        return call
+
+    here: Any = launch_module
+    launching, features, active = KernelInterface.__getitem__, here._features, driver._active
+    KernelInterface.__getitem__ = instead
+    here._features = lambda device: Features(asm=True, pdl=architecture >= FIRST_WITH_PDL)
+    driver.set_active(_NoGpu(architecture))
+    try:
+        launch()
+    finally:
+        KernelInterface.__getitem__, here._features, driver._active = launching, features, active
+    return found
 
 
-def examine(case: KernelCase, architecture: int, dump: Path | None = None) -> Facts:
-    """Compile a case and read its machine code; `dump` is a folder that receives the PTX and the listing."""
-    compiled = compile_case(case, architecture)
-    listing = disassemble(compiled["cubin"])
-    if dump is not None:
-        stem = re.sub(r"\W+", "-", f"{case.name} sm{architecture}")
-        (dump / f"{stem}.ptx").write_text(compiled["ptx"], encoding="utf-8")
-        (dump / f"{stem}.sass").write_text(listing, encoding="utf-8")
-    return read_listing(listing, resources(compiled["cubin"]), compiled["shared_bytes"])
+class _NoGpu:
+    """What Triton asks its driver before it compiles. Its cache of compiled kernels is kept by the device's number."""
+
+    def __init__(self, architecture: int):
+        self.architecture = architecture
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def examine(case: KernelCase, architecture: int, dump: Path | None = None) -> list[Facts]:
+    """Compile the kernels of a case and read their machine code; `dump` is a folder for PTX and listings."""
+    found = []
+    for number, compiled in enumerate(compile_launches(case.launch, architecture)):
+        cubin = compiled.result.asm["cubin"]
+        listing = disassemble(cubin)
+        if dump is not None:
+            stem = re.sub(r"\W+", "-", f"{case.name} {number} sm{architecture}")
+            (dump / f"{stem}.ptx").write_text(compiled.result.asm["ptx"], encoding="utf-8")
+            (dump / f"{stem}.sass").write_text(listing, encoding="utf-8")
+        found.append(read_listing(listing, resources(cubin), compiled))
+    return found
 
 
 def disassemble(cubin: bytes) -> str:
@@ -152,7 +177,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text.split("Function", 1)[1])}
 
 
-def read_listing(listing: str, reserved: Mapping[str, int], shared_bytes: int) -> Facts:
+def read_listing(listing: str, reserved: Mapping[str, int], compiled: Compiled) -> Facts:
     """Count the instructions of a listing by what matters here."""
     codes = [match[1] for line in listing.splitlines() if (match := _INSTRUCTION.match(line))]
     while codes and codes[-1].startswith(("NOP", "BRA")):  # padding, and the loop that guards the end
@@ -161,9 +186,12 @@ def read_listing(listing: str, reserved: Mapping[str, int], shared_bytes: int) -
     loads = Counter(_load_bytes(code) for code in codes if code.startswith(("LDG", "LDGSTS")))
     wait = next((place for place, code in enumerate(codes) if code.startswith("ACQBULK")), 0)
     return Facts(
+        kernel=compiled.name,
+        blocks=compiled.blocks,
+        warps=compiled.warps,
         instructions=len(codes),
         registers=reserved["REG"],
-        shared_bytes=shared_bytes,
+        shared_bytes=compiled.result.metadata.shared,
         local_bytes=max(reserved["STACK"], reserved["LOCAL"]),
         spills=count["LDL"] + count["STL"],
         loads=dict(sorted(loads.items())),
@@ -199,37 +227,12 @@ def violations(facts: Facts, expect: Expectation) -> list[str]:
 
 
 def table(rows: Iterable[tuple[str, int, Facts]]) -> str:
-    """The facts of kernels as text, one kernel and architecture a line."""
-    heads = ("kernel", "sm", "regs", "smem", "spills", "instr", "ld16", "ld8", "ld<8", "dp4a", "imma", "hmma", "cvt")
-    cells = [
-        (
-            name,
-            *map(
-                str,
-                (
-                    architecture,
-                    facts.registers,
-                    facts.shared_bytes,
-                    facts.spills,
-                    facts.instructions,
-                    facts.wide_loads,
-                    facts.loads.get(8, 0),
-                    sum(number for size, number in facts.loads.items() if size < 8),
-                    facts.dp4a,
-                    facts.int8_mma,
-                    facts.half_mma,
-                    facts.conversions,
-                ),
-            ),
-        )
-        for name, architecture, facts in rows
-    ]
-    widths = [max(len(row[column]) for row in [heads, *cells]) for column in range(len(heads))]
-    lines = [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(row_widths))
-        for row_widths in (list(zip(row, widths, strict=True)) for row in [heads, *cells])
-    ]
-    return "\n".join(lines)
+    """The facts of kernels as text, one kernel and architecture a line; `rows` are `(case, architecture, facts)`."""
+    cells = [("case", "sm", *_COLUMNS)]
+    for name, architecture, facts in rows:
+        cells.append((name, str(architecture), *(str(column(facts)) for column in _COLUMNS.values())))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,33 +246,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="facts and violations as JSON")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write PTX and listings there")
     options = parser.parse_args(arguments)
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        parser.error("kernels are interpreted while TRITON_INTERPRET is set; unset it")
-
-    from bitnest_format.kernels.catalogue import CASES
-
-    chosen = [case for case in CASES if fnmatchcase(case.name, options.only)]
     if options.dump is not None:
         options.dump.mkdir(parents=True, exist_ok=True)
-    found = [
-        (case, architecture, examine(case, architecture, options.dump))
-        for architecture in options.arch
-        for case in chosen
-    ]
-    broken = [
-        f"{case.name}, sm_{architecture}: {violation}"
-        for case, architecture, facts in found
-        for violation in violations(facts, case.expect)
-    ]
+
+    from bitnest_format.kernels.catalogue import cases
+
+    rows: list[tuple[str, int, Facts]] = []
+    broken: list[str] = []
+    for architecture in options.arch:
+        for case in cases():
+            if not fnmatchcase(case.name, options.only):
+                continue
+            found = examine(case, architecture, options.dump)
+            rows += [(case.name, architecture, facts) for facts in found]
+            where = f"{case.name}, sm_{architecture}"
+            if len(found) != len(case.expect):
+                broken.append(f"{where}: {len(found)} kernels launched, expected {len(case.expect)}")
+            for facts, expect in zip(found, case.expect, strict=False):
+                broken += [f"{where}: {violation}" for violation in violations(facts, expect)]
     if options.json:
-        kernels = [{"name": case.name, "arch": arch, **asdict(facts)} for case, arch, facts in found]
+        kernels = [{"case": name, "arch": architecture, **asdict(facts)} for name, architecture, facts in rows]
         print(json.dumps({"kernels": kernels, "violations": broken}))
     else:
-        print(table((case.name, architecture, facts) for case, architecture, facts in found))
-        print(*broken, sep="\n", file=sys.stderr)
+        print(table(rows))
+        for sentence in broken:
+            print(sentence, file=sys.stderr)
     return 1 if broken else 0
 
 
+_COLUMNS: dict[str, Callable[[Facts], int]] = {
+    "blocks": lambda facts: facts.blocks,
+    "warps": lambda facts: facts.warps,
+    "regs": lambda facts: facts.registers,
+    "smem": lambda facts: facts.shared_bytes,
+    "spills": lambda facts: facts.spills,
+    "instr": lambda facts: facts.instructions,
+    "ld16": lambda facts: facts.wide_loads,
+    "ld8": lambda facts: facts.loads.get(8, 0),
+    "ld<8": lambda facts: sum(number for size, number in facts.loads.items() if size < 8),
+    "dp4a": lambda facts: facts.dp4a,
+    "imma": lambda facts: facts.int8_mma,
+    "hmma": lambda facts: facts.half_mma,
+    "cvt": lambda facts: facts.conversions,
+}
 # An address in a comment, a predicate, the instruction and its suffixes.
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 _FP64 = re.compile(r"(DADD|DMUL|DFMA|DSETP|DMMA|DMNMX|MUFU\.RCP64H|MUFU\.RSQ64H)|.*\.F64")
