@@ -76,10 +76,15 @@ def load_calibration(
     return Calibration(_checked_ids(input_ids, vocab_size, source), described)
 
 
+def builtin_text() -> str:
+    """The text that comes with the package."""
+    return files(__package__).joinpath(BUILTIN_FILE).read_text(encoding="utf-8")
+
+
 def _documents(source: str, characters: int) -> Iterator[str]:
     """Documents until `characters` have been seen: enough for the tokens that are wanted."""
     if source == BUILTIN:
-        yield files(__package__).joinpath(BUILTIN_FILE).read_text(encoding="utf-8")
+        yield builtin_text()
         return
     path = Path(source)
     seen = 0

@@ -27,7 +27,7 @@ from bitnest_format.errors import SourceError, UsageError
 from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvSettings
 
-COMMANDS = ("convert", "validate", "inspect", "generate")
+COMMANDS = ("convert", "validate", "inspect", "generate", "bench")
 QUICK = ("--calibration-samples", "2", "--sequence-length", "32")
 PROMPT = "Nests are made of twigs"
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

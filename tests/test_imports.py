@@ -50,6 +50,7 @@ ONLY_IN = {
     "gguf": {"converters"},
     "pyarrow": {"converters"},
     "rich": {"progress"},
+    "matplotlib": {"runtime"},
 }
 # What users are not asked to install beyond the above.
 ANYWHERE = {"torch", "safetensors", "numpy", "tokenizers"}
@@ -158,7 +159,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_loads_nothing_heavy():
-    for command in ("", "convert", "validate", "inspect", "generate"):
+    for command in ("", "convert", "validate", "inspect", "generate", "bench"):
         arguments = [command, "--help"] if command else ["--help"]
         code = f"from bitnest_format.cli import main; main({arguments!r}, standalone_mode=False)"
         assert loaded_by(code) & HEAVY == set(), command
