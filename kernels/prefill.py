@@ -5,8 +5,7 @@ Two ways, of which `prefill_tiles.choose` takes the faster:
 - `linear_int8` multiplies the planes themselves on the tensor cores. Weights are the left operand, `out.T = W x.T`: on
   compute capability 9.0 that operand may come from registers, so packed bytes go from shared memory into registers in
   the order that the instruction wants, are unpacked there at 2 to 3 instructions for four weights, and never return to
-  shared memory. Both nibbles of a byte stand at the same place of their half, so even and odd inputs are two products
-  that add to one integer sum, and only that sum is scaled.
+  shared memory. A step takes the even inputs of some bytes, then their odd ones, as activations lie.
 - `linear_by_dequantize` turns some outputs at a time into float16 and leaves the product to the library. The chunk is
   read again while it lies in the second-level cache, so memory sees the planes once and nothing else.
 
@@ -276,9 +275,6 @@ def _int8_kernel(
     wait_for_inputs(PDL)
     HALF: tl.constexpr = INPUTS // 2
     BYTES: tl.constexpr = STEP // 2
-    # A product needs 32 inputs. Steps of 32 are one product whose later half takes the high nibbles of the same bytes.
-    SPLIT: tl.constexpr = BYTES < 32
-    WIDTH: tl.constexpr = STEP if SPLIT else BYTES
     STEPS: tl.constexpr = INPUTS // STEP
     STEPS_PER_GROUP: tl.constexpr = STEPS // GROUPS
 
@@ -288,15 +284,11 @@ def _int8_kernel(
     # Rows past the end repeat the last one: a clamp before the loop instead of masks inside.
     row = tl.minimum(o_m, rows - 1).to(tl.int64)
     output = tl.minimum(o_n, outputs - 1).to(tl.int64)
-    o_k = tl.arange(0, WIDTH)
-    if SPLIT:
-        later = (o_k >= BYTES)[None, :]
-        o_codes = o_k % BYTES + (o_k // BYTES) * HALF
-        o_k = o_k % BYTES
-    else:
-        o_codes = o_k
-    p_even = p_codes + (row * INPUTS)[None, :] + o_codes[:, None]  # [WIDTH, BLOCK_M]
-    o_weight = (output * HALF)[:, None] + o_k[None, :]  # [BLOCK_N, WIDTH]
+    o_k = tl.arange(0, BYTES)
+    o_i = tl.arange(0, STEP)
+    o_codes = o_i % BYTES + (o_i // BYTES) * HALF
+    p_codes += (row * INPUTS)[None, :] + o_codes[:, None]  # [STEP, BLOCK_M]
+    o_weight = (output * HALF)[:, None] + o_k[None, :]  # [BLOCK_N, BYTES]
     p_base += o_weight
     p_refinement += o_weight
     p_scale += output * GROUPS
@@ -308,19 +300,16 @@ def _int8_kernel(
         base = tl.load(p_base)
         refinement = tl.load(p_refinement) if FINE else base
         next_scale = tl.load(p_scale + tl.minimum((step + 1) // STEPS_PER_GROUP, GROUPS - 1)).to(tl.float32)
-        even = tl.load(p_even)
-        if SPLIT:
-            codes = tl.where(later, _high(base, refinement, FINE, False), _low(base, refinement, FINE, False))
-            sums = tl.dot(codes, even, out_dtype=tl.int32)
-        else:
-            odd = tl.load(p_even + HALF)
-            sums = tl.dot(_low(base, refinement, FINE, ASM), even, out_dtype=tl.int32)
-            sums = tl.dot(_high(base, refinement, FINE, ASM), odd, acc=sums, out_dtype=tl.int32)
+        inputs = tl.load(p_codes)
+        pair = tl.join(_low(base, refinement, FINE, ASM), _high(base, refinement, FINE, ASM))
+        # Even inputs, then odd ones: in registers only the numbering of what a thread holds.
+        codes = tl.reshape(tl.permute(pair, (0, 2, 1)), [BLOCK_N, STEP])
+        sums = tl.dot(codes, inputs, out_dtype=tl.int32)
         total = tl.fma(sums.to(tl.float32), tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), total)
         scale = next_scale
         p_base += BYTES
         p_refinement += BYTES
-        p_even += BYTES
+        p_codes += BYTES
 
     # Codes were 16 * q4 (+ qr), so the scale is a sixteenth; a power of two changes no digit.
     m_m, m_n = o_m < rows, o_n < outputs
