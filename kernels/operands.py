@@ -164,24 +164,24 @@ class Partials:
 
     `accumulator` float32 `[R, Q, S, D]`: the sum of `2^(score - peak) * value` over a split; `total` float32
     `[R, Q, S]`: the sum of `2^(score - peak)`; `peak` float32 `[R, Q, S]`: the largest score, in units of `log 2`.
-    Splits that a token does not see hold anything. `arrived` int32 `[R]` counts the heads of a token that are merged;
-    it is zero between kernels.
+    Splits that a token does not see hold anything. `merged` float32 `[R, Q * D]`: tokens put together again; `arrived`
+    int32 `[R]` counts the heads of a token that are, and is zero between kernels.
     """
 
     accumulator: Tensor
     peak: Tensor
     total: Tensor
+    merged: Tensor
     arrived: Tensor
 
     @classmethod
-    def empty(
-        cls, rows: int, shape: AttentionShape, capacity: int, device: torch.device | str = "cpu"
-    ) -> Partials:
+    def empty(cls, rows: int, shape: AttentionShape, capacity: int, device: torch.device | str = "cpu") -> Partials:
         """Room for `rows` rows over a cache of `capacity` entries."""
         places = (rows, shape.heads, splits_of(capacity))
         return cls(
             accumulator=torch.empty(*places, shape.head_dim, dtype=torch.float32, device=device),
             peak=torch.empty(places, dtype=torch.float32, device=device),
             total=torch.empty(places, dtype=torch.float32, device=device),
+            merged=torch.empty(rows, shape.heads * shape.head_dim, dtype=torch.float32, device=device),
             arrived=torch.zeros(rows, dtype=torch.int32, device=device),
         )

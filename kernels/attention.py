@@ -1,0 +1,1217 @@
+"""Split-KV attention of decoding over the nested cache, and the cache's encoder.
+
+A program takes one KV head, one split of the cache and up to 16 rows, a row being a query head of a token. First it
+turns its queries, and encodes and stores those new entries that its split holds; after a barrier every entry, new or
+old, is read back from the cache by one loop, so that an entry counts the same whichever launch wrote it.
+
+The loop keeps codes packed until they are in registers. Planes are read as 16-bit units of four codes, straight into
+the operand layout of the tensor cores (entries or units as their 16 rows, attention rows as their 8 columns); a dozen
+instructions turn the units of two neighbours into four pairs of float16 codes, which meet every fourth element of the
+queries. Codes are exact in float16; an entry's key scale multiplies its score, and its value scale joins the
+exponent: weights `2^(score + log2(scale) - high)` never leave float16's range, whatever the scales. Each of the four
+warps walks entries of its own (a batched product, one batch a warp) and the four meet at the end.
+
+Rows do not depend on each other: tensor cores add along entries and elements in an order that the tile's other
+columns do not change, sums over lanes follow a fixed tree, maxima are the same in any order, and masked entries add
+exact zeros. Multiplications are not contracted with additions, so that codes equal `reference_attention.kv_encode`.
+
+Twins with the same names, arguments and results: `plain_attention`.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitnest_format import nesting
+from bitnest_format.kernels.launch import features
+from bitnest_format.kernels.operands import (
+    LONG_SPLIT,
+    RUN,
+    SHORT_SPLIT,
+    SHORT_SPLITS,
+    Activations,
+    AttentionShape,
+    KvPlanes,
+    Partials,
+    Rope,
+)
+from bitnest_format.kernels.primitives import release_dependents, wait_for_inputs
+from bitnest_format.kernels.reference import ACTIVATION_MAX
+
+# Warps of a program, and entries that each of them reads at a step. Both decide the order of sums.
+WARPS = 4
+NESTED_ENTRIES = 32
+HALF_ENTRIES = 16
+STAGES = 3
+# Attention rows of a program where one token has no more: two column tiles of the tensor cores.
+MOST_COLUMNS = 16
+# Splits that the merge reads at a step.
+MERGED_SPLITS = 16
+# Tokens that a program encodes, and entries that one decodes.
+STORED_TOKENS = 16
+LOADED_ENTRIES = 64
+
+_SHORT_SPLITS = tl.constexpr(SHORT_SPLITS)
+_SHORT_SPLIT = tl.constexpr(SHORT_SPLIT)
+_LONG_SPLIT = tl.constexpr(LONG_SPLIT)
+_WARPS = tl.constexpr(WARPS)
+_RUN = tl.constexpr(RUN)
+_LARGEST_CODE = tl.constexpr(float(ACTIVATION_MAX))
+_SMALLEST_SCALE = tl.constexpr(nesting.SMALLEST_SCALE[torch.float32])
+_BASE_MAX = tl.constexpr(float(nesting.BASE_MAX))
+# Adding and subtracting 1.5 * 2^23 rounds a small float32 to an integer, ties to even.
+_ROUNDING = tl.constexpr(12582912.0)
+# Four refinement codes of zero, as a 16-bit unit.
+_NO_REFINEMENT = tl.constexpr(0x8888 - 0x10000)
+
+
+def attend(
+    qkv: Tensor,
+    head_norm: Tensor | None,
+    rope: Rope,
+    position: Tensor,
+    offset: int,
+    cache: KvPlanes,
+    shape: AttentionShape,
+    partials: Partials,
+    rows: int,
+    *,
+    draft: bool,
+    kv_switch: int,
+    kv_recent: int,
+) -> None:
+    """Append the entries of `rows` new tokens and attend over all entries, split by split, into `partials`.
+
+    `qkv` float32 `[R, (Q + 2K) * D]`: query, key and value heads of the tokens at `position + offset + r`; `position`
+    int32 `[1]` on the device. `head_norm`: float32 `[Q + K, D]`, gains of query and key heads, or None. The target
+    reads KV8. A draft reads KV8 while no more than `kv_switch` entries exist, then KV4 apart from the newest
+    `kv_recent`; where that holds it reads no byte of older refinement codes.
+    """
+    columns, tokens = _columns(shape, rows)
+    _attend_kernel[_attend_grid(shape, partials, rows, tokens)](
+        qkv,
+        head_norm,
+        rope.cosine,
+        rope.sine,
+        position,
+        *_cache_arguments(cache),
+        partials.accumulator,
+        partials.peak,
+        partials.total,
+        partials.peak.shape[2],
+        offset,
+        kv_switch,
+        kv_recent,
+        **_shape_constants(shape),
+        EPSILON=shape.norm_epsilon,
+        ROWS=rows,
+        TOKENS=tokens,
+        COLUMNS=columns,
+        NEW=triton.next_power_of_2(rows),
+        ENTRIES=NESTED_ENTRIES,
+        STAGES=STAGES,
+        DRAFT=draft,
+        **_launch(qkv),
+    )
+
+
+def attend_half(
+    qkv: Tensor,
+    rope: Rope,
+    position: Tensor,
+    offset: int,
+    keys: Tensor,
+    values: Tensor,
+    shape: AttentionShape,
+    partials: Partials,
+    rows: int,
+    head_norm: Tensor | None = None,
+) -> None:
+    """`attend` of the half-precision engine: `qkv` float16, cache `keys` and `values` float16 `[K, C, D]`."""
+    columns, tokens = _columns(shape, rows)
+    _attend_half_kernel[_attend_grid(shape, partials, rows, tokens)](
+        qkv,
+        head_norm,
+        rope.cosine,
+        rope.sine,
+        position,
+        keys,
+        values,
+        keys.stride(0),
+        partials.accumulator,
+        partials.peak,
+        partials.total,
+        partials.peak.shape[2],
+        offset,
+        **_shape_constants(shape),
+        EPSILON=shape.norm_epsilon,
+        ROWS=rows,
+        TOKENS=tokens,
+        COLUMNS=columns,
+        NEW=triton.next_power_of_2(rows),
+        ENTRIES=HALF_ENTRIES,
+        STAGES=STAGES,
+        **_launch(qkv),
+    )
+
+
+def combine(partials: Partials, position: Tensor, offset: int, shape: AttentionShape, out: Tensor, rows: int) -> None:
+    """Merge the splits of each token: `out` float32 `[R, Q * D]`."""
+    _combine(partials, position, offset, shape, out, rows)
+
+
+def combine_half(
+    partials: Partials, position: Tensor, offset: int, shape: AttentionShape, out: Tensor, rows: int
+) -> None:
+    """Merge the splits of each token: `out` float16 `[R, Q * D]`."""
+    _combine(partials, position, offset, shape, out, rows)
+
+
+def combine_quantize(
+    partials: Partials, position: Tensor, offset: int, shape: AttentionShape, acts: Activations, rows: int
+) -> None:
+    """Merge the splits of each token and quantize the result, `acts` of `Q * D` inputs.
+
+    A program merges one head of a token; the last of a token to finish quantizes the row. `partials.merged` holds the
+    merged heads afterwards.
+    """
+    inputs = shape.heads * shape.head_dim
+    _combine_quantize_kernel[(shape.heads, rows)](
+        partials.accumulator,
+        partials.peak,
+        partials.total,
+        partials.merged,
+        partials.arrived,
+        partials.peak.shape[2],
+        position,
+        offset,
+        acts.permutation,
+        acts.codes,
+        acts.scale,
+        acts.sums,
+        **_merge_constants(shape),
+        INPUTS=inputs,
+        PAIRS=triton.next_power_of_2(inputs // 2),
+        **_launch(partials.peak),
+    )
+
+
+def kv_store(
+    qkv: Tensor,
+    head_norm: Tensor | None,
+    rope: Rope,
+    start: int,
+    cache: KvPlanes,
+    shape: AttentionShape,
+    queries: Tensor,
+    rows: int,
+) -> None:
+    """Turn the heads of `rows` tokens from position `start` on, and store their entries.
+
+    `qkv` float32 `[T, (Q + 2K) * D]`, `head_norm` as in `attend`; writes `queries` float16 `[Q, T, D]`, contiguous, and
+    entries `start .. start + rows - 1` of the cache.
+    """
+    _kv_store_kernel[(triton.cdiv(rows, STORED_TOKENS), shape.heads + 2 * shape.kv_heads)](
+        qkv,
+        head_norm,
+        rope.cosine,
+        rope.sine,
+        *_cache_arguments(cache),
+        queries,
+        queries.stride(0),
+        start,
+        rows,
+        **_shape_constants(shape),
+        EPSILON=shape.norm_epsilon,
+        TOKENS=STORED_TOKENS,
+        **_launch(qkv),
+    )
+
+
+def kv_load(cache: KvPlanes, shape: AttentionShape, stop: int, keys: Tensor, values: Tensor) -> None:
+    """Decode entries `0 .. stop - 1` at KV8 into `keys` and `values` float16 `[K, n, D]`, `n >= stop`."""
+    _kv_load_kernel[(triton.cdiv(stop, LOADED_ENTRIES), shape.kv_heads, 2)](
+        *_cache_arguments(cache),
+        keys,
+        values,
+        keys.stride(0),
+        stop,
+        D=shape.head_dim,
+        UNITS=triton.next_power_of_2(shape.head_dim // 4),
+        ENTRIES=LOADED_ENTRIES,
+        **_launch(keys),
+    )
+
+
+def _columns(shape: AttentionShape, rows: int) -> tuple[int, int]:
+    """Attention rows that a program has room for, a power of two, and the whole tokens it takes."""
+    blocks = -(-rows // max(1, MOST_COLUMNS // shape.group))
+    tokens = -(-rows // blocks)
+    return max(8, triton.next_power_of_2(tokens * shape.group)), tokens
+
+
+def _attend_grid(shape: AttentionShape, partials: Partials, rows: int, tokens: int) -> tuple[int, int, int]:
+    return shape.kv_heads, -(-rows // tokens), partials.peak.shape[2]
+
+
+def _cache_arguments(cache: KvPlanes) -> tuple[Any, ...]:
+    """Planes as 16-bit units, scales, and the strides of both."""
+    units = cache.planes.view(torch.int16)
+    return units, cache.scale, *units.stride()[:3], *cache.scale.stride()[:2]
+
+
+def _shape_constants(shape: AttentionShape) -> dict[str, Any]:
+    return {
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.kv_heads,
+        "D": shape.head_dim,
+        # A product of the tensor cores has 16 inputs at least.
+        "UNITS": max(16, triton.next_power_of_2(shape.head_dim // 4)),
+        "WINDOW": shape.window,
+    }
+
+
+def _merge_constants(shape: AttentionShape) -> dict[str, Any]:
+    return {
+        "HEADS": shape.heads,
+        "D": shape.head_dim,
+        "BLOCK": triton.next_power_of_2(shape.head_dim),
+        "SPLITS": MERGED_SPLITS,
+        "WINDOW": shape.window,
+    }
+
+
+def _combine(partials: Partials, position: Tensor, offset: int, shape: AttentionShape, out: Tensor, rows: int) -> None:
+    _combine_kernel[(shape.heads, rows)](
+        partials.accumulator,
+        partials.peak,
+        partials.total,
+        partials.peak.shape[2],
+        position,
+        offset,
+        out,
+        **_merge_constants(shape),
+        **_launch(out),
+    )
+
+
+def _launch(on: Tensor) -> dict[str, Any]:
+    """Launch options, and the constants that every kernel here has."""
+    found = features(on.device)
+    pdl = {"launch_pdl": True} if found.pdl else {}
+    return {"PDL": found.pdl, "ASM": found.asm, "num_warps": WARPS, "enable_fp_fusion": False, **pdl}
+
+
+@triton.jit(do_not_specialize=["offset", "kv_switch", "kv_recent", "splits"])
+def _attend_kernel(
+    p_qkv,
+    p_gain,
+    p_cosine,
+    p_sine,
+    p_position,
+    p_units,
+    p_scale,
+    plane_stride,
+    kind_stride,
+    head_stride,
+    scale_kind_stride,
+    scale_head_stride,
+    p_accumulator,
+    p_peak,
+    p_total,
+    splits,
+    offset,
+    kv_switch,
+    kv_recent,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EPSILON: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEW: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STAGES: tl.constexpr,
+    DRAFT: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    release_dependents(PDL)
+    kv_head = tl.program_id(0)
+    # The newest entries come last and cost most: start with them.
+    split = splits - 1 - tl.program_id(2)
+    token = tl.program_id(1) * TOKENS
+    wait_for_inputs(PDL)
+    position = tl.load(p_position) + offset
+    start, stop = _split_bounds(split)
+    # Entries that a token of this program sees: no more than `[first, end)`.
+    end = position + tl.minimum(token + TOKENS, ROWS)
+    first = _first_seen(position + token, WINDOW)
+    stop = tl.minimum(stop, end)
+    start = tl.maximum(start, first // _SHORT_SPLIT * _SHORT_SPLIT)
+    if start >= stop:
+        return
+
+    p_units += kv_head.to(tl.int64) * head_stride
+    p_scale += kv_head.to(tl.int64) * scale_head_stride
+    if stop > position:
+        _append(
+            p_qkv,
+            p_gain,
+            p_cosine,
+            p_sine,
+            p_units,
+            p_scale,
+            plane_stride,
+            kind_stride,
+            scale_kind_stride,
+            kv_head,
+            position,
+            start,
+            stop,
+            HEADS,
+            KV_HEADS,
+            D,
+            UNITS,
+            EPSILON,
+            NEW,
+        )
+    # Column c is query head `c % G` of the group, of token `token + c // G`.
+    group: tl.constexpr = HEADS // KV_HEADS
+    o_column = tl.arange(0, COLUMNS)
+    o_token = token + o_column // group
+    m_column = (o_column < TOKENS * group) & (o_token < ROWS)
+    head = kv_head * group + o_column % group
+    o_unit = tl.arange(0, UNITS)
+    m_query = (o_unit < D // 4)[:, None] & m_column[None, :]
+    p_row = p_qkv + (o_token * ((HEADS + 2 * KV_HEADS) * D) + head * D)[None, :]
+    p_head_gain = None if p_gain is None else p_gain + (head * D)[None, :]
+    o_angle = ((position + o_token) * (D // 2))[None, :]
+    q0, q1, q2, q3 = _turned(
+        p_row, p_head_gain, p_cosine + o_angle, p_sine + o_angle, o_unit[:, None], m_query, D, EPSILON, 0
+    )
+    q0 = _query(q0, D, COLUMNS, UNITS)
+    q1 = _query(q1, D, COLUMNS, UNITS)
+    q2 = _query(q2, D, COLUMNS, UNITS)
+    q3 = _query(q3, D, COLUMNS, UNITS)
+    # Entries `[o_first, o_last]` are those that a column sees.
+    o_last = tl.where(m_column, position + o_token, -1)[None, None, :]
+    o_first = _first_seen(o_last, WINDOW)
+
+    peak = tl.full([_WARPS, 1, COLUMNS], float("-inf"), tl.float32)
+    high = peak
+    total = tl.zeros([_WARPS, ENTRIES, COLUMNS], tl.float32)
+    a0 = tl.zeros([_WARPS, UNITS, COLUMNS], tl.float32)
+    a1 = a0
+    a2 = a0
+    a3 = a0
+    tl.debug_barrier()
+    fine_from = start
+    coarse_stop = start
+    if DRAFT:
+        fine_from = tl.where(end <= kv_switch, 0, tl.maximum(end - kv_recent, 0))
+        step: tl.constexpr = _WARPS * ENTRIES
+        coarse_stop = tl.minimum(tl.maximum(start, fine_from // step * step), stop)
+        for block in tl.range(start, coarse_stop, _WARPS * ENTRIES, num_stages=STAGES):
+            peak, high, total, a0, a1, a2, a3 = _step(
+                p_units,
+                p_scale,
+                plane_stride,
+                kind_stride,
+                scale_kind_stride,
+                block,
+                stop,
+                0,
+                o_first,
+                o_last,
+                q0,
+                q1,
+                q2,
+                q3,
+                peak,
+                high,
+                total,
+                a0,
+                a1,
+                a2,
+                a3,
+                D,
+                UNITS,
+                ENTRIES,
+                WINDOW,
+                False,
+                False,
+                ASM,
+            )
+    for block in tl.range(coarse_stop, stop, _WARPS * ENTRIES, num_stages=STAGES):
+        peak, high, total, a0, a1, a2, a3 = _step(
+            p_units,
+            p_scale,
+            plane_stride,
+            kind_stride,
+            scale_kind_stride,
+            block,
+            stop,
+            fine_from,
+            o_first,
+            o_last,
+            q0,
+            q1,
+            q2,
+            q3,
+            peak,
+            high,
+            total,
+            a0,
+            a1,
+            a2,
+            a3,
+            D,
+            UNITS,
+            ENTRIES,
+            WINDOW,
+            True,
+            DRAFT,
+            ASM,
+        )
+
+    top = tl.max(peak, axis=0, keep_dims=True)
+    safe = _finite(top)
+    total = total * tl.exp2(peak - safe)
+    total = _tree_sum(tl.reshape(tl.permute(total, (2, 0, 1)), (COLUMNS, _WARPS * ENTRIES)))
+    share = tl.exp2(high - safe)
+    a0 = _sum_warps(a0 * share)
+    a1 = _sum_warps(a1 * share)
+    a2 = _sum_warps(a2 * share)
+    a3 = _sum_warps(a3 * share)
+    p_partial = (o_token * HEADS + head).to(tl.int64) * splits + split
+    tl.store(p_peak + p_partial, tl.reshape(top, (COLUMNS,)), mask=m_column)
+    tl.store(p_total + p_partial, total, mask=m_column)
+    _store_fours(p_accumulator + (p_partial * D)[None, :], a0, a1, a2, a3, o_unit[:, None], m_query, UNITS, COLUMNS)
+
+
+@triton.jit
+def _step(
+    p_units,
+    p_scale,
+    plane_stride,
+    kind_stride,
+    scale_kind_stride,
+    block,
+    stop,
+    fine_from,
+    o_first,
+    o_last,
+    q0,
+    q1,
+    q2,
+    q3,
+    peak,
+    high,
+    total,
+    a0,
+    a1,
+    a2,
+    a3,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FINE: tl.constexpr,
+    MIXED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One block of entries, `ENTRIES` a warp. `FINE` reads both planes, `MIXED` only from `fine_from` on."""
+    o_warp = block + tl.arange(0, _WARPS)[:, None, None] * ENTRIES
+    o_unit = tl.arange(0, UNITS)
+    # Keys lie with entries as rows, values with units as rows: the dimension that is summed comes last.
+    o_key = o_warp + tl.arange(0, ENTRIES)[None, :, None]
+    o_value = o_warp + tl.arange(0, ENTRIES)[None, None, :]
+    m_key = o_key < stop
+    m_keys = m_key
+    m_values = o_value < stop
+    if UNITS != D // 4:
+        m_keys = m_keys & (o_unit < D // 4)[None, None, :]
+        m_values = m_values & (o_unit < D // 4)[None, :, None]
+    p_keys = p_units + o_key * (D // 4) + o_unit[None, None, :]
+    p_values = p_units + kind_stride + o_value * (D // 4) + o_unit[None, :, None]
+    b_keys = tl.load(p_keys, mask=m_keys, other=0)
+    b_values = tl.load(p_values, mask=m_values, other=0)
+    key_scale = tl.load(p_scale + o_key, mask=m_key, other=0.0)
+    value_scale = tl.load(p_scale + scale_kind_stride + o_key, mask=m_key, other=1.0)
+    if FINE:
+        if MIXED:
+            m_keys = m_keys & (o_key >= fine_from)
+            m_values = m_values & (o_value >= fine_from)
+            fine_keys = tl.load(p_keys + plane_stride, mask=m_keys, other=_NO_REFINEMENT)
+            fine_values = tl.load(p_values + plane_stride, mask=m_values, other=_NO_REFINEMENT)
+        else:
+            fine_keys = tl.load(p_keys + plane_stride, mask=m_keys, other=0)
+            fine_values = tl.load(p_values + plane_stride, mask=m_values, other=0)
+        k0, k1, k2, k3 = _both_planes(b_keys, fine_keys, ASM)
+        key_scale = key_scale * 0.0625
+        value_scale = value_scale * 0.0625
+    else:
+        k0, k1, k2, k3 = _base_plane(b_keys, ASM)
+    score = tl.dot(k0, q0)
+    score = tl.dot(k1, q1, score)
+    score = tl.dot(k2, q2, score)
+    score = tl.dot(k3, q3, score)
+    m_seen = o_key <= o_last
+    if WINDOW is not None:
+        m_seen = m_seen & (o_key >= o_first)
+    score = tl.where(m_seen, score * key_scale, float("-inf"))
+    weighty = score + tl.log2(value_scale)
+
+    above = tl.maximum(peak, tl.max(score, axis=1, keep_dims=True))
+    safe = _finite(above)
+    total = total * tl.exp2(peak - safe) + tl.exp2(score - safe)
+    higher = tl.maximum(high, tl.max(weighty, axis=1, keep_dims=True))
+    safe = _finite(higher)
+    shrink = tl.exp2(high - safe)
+    weight = tl.exp2(weighty - safe).to(tl.float16)
+    if FINE:
+        v0, v1, v2, v3 = _both_planes(b_values, fine_values, ASM)
+    else:
+        v0, v1, v2, v3 = _base_plane(b_values, ASM)
+    a0 = tl.dot(v0, weight, a0 * shrink)
+    a1 = tl.dot(v1, weight, a1 * shrink)
+    a2 = tl.dot(v2, weight, a2 * shrink)
+    a3 = tl.dot(v3, weight, a3 * shrink)
+    return above, higher, total, a0, a1, a2, a3
+
+
+@triton.jit
+def _append(
+    p_qkv,
+    p_gain,
+    p_cosine,
+    p_sine,
+    p_units,
+    p_scale,
+    plane_stride,
+    kind_stride,
+    scale_kind_stride,
+    kv_head,
+    position,
+    start,
+    stop,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    EPSILON: tl.constexpr,
+    NEW: tl.constexpr,
+):
+    """Store the new entries of a KV head that lie in `[start, stop)`. Programs of other rows write the same bytes."""
+    o_token = tl.arange(0, NEW)
+    o_entry = position + o_token
+    m_entry = (o_entry >= start) & (o_entry < stop)
+    o_unit = tl.arange(0, UNITS)[None, :]
+    m_unit = m_entry[:, None] & (o_unit < D // 4)
+    key_head = HEADS + kv_head
+    p_key = p_qkv + (o_token * ((HEADS + 2 * KV_HEADS) * D) + key_head * D)[:, None]
+    p_head_gain = None if p_gain is None else p_gain + (o_token * 0 + key_head * D)[:, None]
+    o_angle = (o_entry * (D // 2))[:, None]
+    x0, x1, x2, x3 = _turned(p_key, p_head_gain, p_cosine + o_angle, p_sine + o_angle, o_unit, m_unit, D, EPSILON, 1)
+    _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D)
+    x0, x1, x2, x3 = _fours(p_key + KV_HEADS * D, o_unit, m_unit)
+    p_units += kind_stride
+    p_scale += scale_kind_stride
+    _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D)
+
+
+@triton.jit
+def _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D: tl.constexpr):
+    """Encode vectors `[N, UNITS]` of every fourth element and store both planes and the scale (Eqs. 11-14)."""
+    largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+    scale = tl.maximum(tl.div_rn(tl.max(largest, axis=1), _BASE_MAX), _SMALLEST_SCALE)
+    tl.store(p_scale + o_entry, scale, mask=m_entry)
+    scale = scale[:, None]
+    base0, fine0 = _nibbles(x0, scale)
+    base1, fine1 = _nibbles(x1, scale)
+    base2, fine2 = _nibbles(x2, scale)
+    base3, fine3 = _nibbles(x3, scale)
+    p_entry = p_units + (o_entry * (D // 4))[:, None] + o_unit
+    base = base0 | (base1 << 4) | (base2 << 8) | (base3 << 12)
+    fine = fine0 | (fine1 << 4) | (fine2 << 8) | (fine3 << 12)
+    tl.store(p_entry, base.to(tl.int16), mask=m_unit)
+    tl.store(p_entry + plane_stride, fine.to(tl.int16), mask=m_unit)
+
+
+@triton.jit
+def _nibbles(x, scale):
+    """Base and refinement codes of elements, each plus 8."""
+    base = _clamp(_round(tl.div_rn(x, scale)))
+    fine = _clamp(_round(tl.div_rn(x - base * scale, scale * 0.0625)))
+    return base.to(tl.int32) + 8, fine.to(tl.int32) + 8
+
+
+@triton.jit
+def _round(x):
+    return (x + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
+def _clamp(code):
+    return tl.minimum(tl.maximum(code, -8.0), 7.0)
+
+
+@triton.jit
+def _fours(p_x, o_unit, m_unit):
+    """Elements 0, 1, 2 and 3 of each unit, float32."""
+    p_x = p_x + o_unit * 4
+    x0 = tl.load(p_x, mask=m_unit, other=0.0).to(tl.float32)
+    x1 = tl.load(p_x + 1, mask=m_unit, other=0.0).to(tl.float32)
+    x2 = tl.load(p_x + 2, mask=m_unit, other=0.0).to(tl.float32)
+    x3 = tl.load(p_x + 3, mask=m_unit, other=0.0).to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _turned(p_x, p_gain, p_cosine, p_sine, o_unit, m_unit, D: tl.constexpr, EPSILON: tl.constexpr, AXIS: tl.constexpr):
+    """Every fourth element of heads after their norm, if there is one, and RoPE; units lie along `AXIS`."""
+    spread = 0.0
+    if p_gain is not None:
+        x0, x1, x2, x3 = _fours(p_x, o_unit, m_unit)
+        squares = (x0 * x0 + x1 * x1) + (x2 * x2 + x3 * x3)
+        if AXIS == 0:
+            squares = tl.trans(squares)
+        mean = tl.div_rn(_tree_sum(squares), 1.0 * D)
+        spread = tl.expand_dims(tl.sqrt_rn(mean + EPSILON), AXIS)
+    x0 = _turned_element(p_x, p_gain, p_cosine, p_sine, spread, o_unit * 4, m_unit, D)
+    x1 = _turned_element(p_x, p_gain, p_cosine, p_sine, spread, o_unit * 4 + 1, m_unit, D)
+    x2 = _turned_element(p_x, p_gain, p_cosine, p_sine, spread, o_unit * 4 + 2, m_unit, D)
+    x3 = _turned_element(p_x, p_gain, p_cosine, p_sine, spread, o_unit * 4 + 3, m_unit, D)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _turned_element(p_x, p_gain, p_cosine, p_sine, spread, element, m_unit, D: tl.constexpr):
+    """`reference.apply_rope` of one element, with the one half a head away from it."""
+    half: tl.constexpr = D // 2
+    low = element < half
+    angle = tl.where(low, element, element - half)
+    partner = tl.where(low, element + half, angle)
+    x = tl.load(p_x + element, mask=m_unit, other=0.0).to(tl.float32)
+    y = tl.load(p_x + partner, mask=m_unit, other=0.0).to(tl.float32)
+    if p_gain is not None:
+        x = tl.div_rn(x, spread) * tl.load(p_gain + element, mask=m_unit, other=0.0)
+        y = tl.div_rn(y, spread) * tl.load(p_gain + partner, mask=m_unit, other=0.0)
+    cosine = tl.load(p_cosine + angle, mask=m_unit, other=0.0)
+    sine = tl.load(p_sine + angle, mask=m_unit, other=0.0)
+    return x * cosine + tl.where(low, -y, y) * sine
+
+
+@triton.jit
+def _query(x, D: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr):
+    """Queries as all warps multiply them: scaled so that scores are exponents of 2, in float16."""
+    scaled = (x * (1.4426950408889634 / D**0.5)).to(tl.float16)
+    return tl.broadcast_to(scaled[None, :, :], (_WARPS, UNITS, COLUMNS))
+
+
+@triton.jit
+def _base_plane(base, ASM: tl.constexpr):
+    """float16 base codes 0 to 3 of 16-bit units.
+
+    A nibble becomes a float16 by filling bits above it with those of 1024, whose last digit is worth 1; at bits 4 to
+    7 the nibble counts 16-fold.
+    """
+    if ASM:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, one, sixteenth, below;
+            mov.b32 one, 0x64086408;
+            mov.b32 sixteenth, 0x2C002C00;
+            mov.b32 below, 0xD480D480;
+            shr.u32 t, $4, 8;
+            lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;
+            lop3.b32 $2, t, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 $3, t, 0x00F000F0, 0x64006400, 0xEA;
+            sub.f16x2 $0, $0, one;
+            fma.rn.f16x2 $1, $1, sixteenth, below;
+            sub.f16x2 $2, $2, one;
+            fma.rn.f16x2 $3, $3, sixteenth, below;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [base],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        c0 = ((base & 15) - 8).to(tl.float16)
+        c1 = (((base >> 4) & 15) - 8).to(tl.float16)
+        c2 = (((base >> 8) & 15) - 8).to(tl.float16)
+        c3 = (((base >> 12) & 15) - 8).to(tl.float16)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _both_planes(base, fine, ASM: tl.constexpr):
+    """float16 composed codes 0 to 3 of 16-bit units.
+
+    A base nibble above a refinement nibble is the byte `16 * q4 + qr + 136`; that byte below 0x64 is a float16, too
+    large by 1024.
+    """
+    if ASM:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 even, odd, t, zero;
+            mov.b32 zero, 0x64886488;
+            shl.b32 t, $4, 4;
+            lop3.b32 even, t, $5, 0xF0F0F0F0, 0xAC;
+            shr.u32 t, $5, 4;
+            lop3.b32 odd, $4, t, 0xF0F0F0F0, 0xAC;
+            prmt.b32 $0, even, 0x64646464, 0x4240;
+            prmt.b32 $1, odd, 0x64646464, 0x4240;
+            prmt.b32 $2, even, 0x64646464, 0x4341;
+            prmt.b32 $3, odd, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, zero;
+            sub.f16x2 $1, $1, zero;
+            sub.f16x2 $2, $2, zero;
+            sub.f16x2 $3, $3, zero;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [base, fine],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        c0 = ((base & 15) * 16 + (fine & 15) - 136).to(tl.float16)
+        c1 = (((base >> 4) & 15) * 16 + ((fine >> 4) & 15) - 136).to(tl.float16)
+        c2 = (((base >> 8) & 15) * 16 + ((fine >> 8) & 15) - 136).to(tl.float16)
+        c3 = (((base >> 12) & 15) * 16 + ((fine >> 12) & 15) - 136).to(tl.float16)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _store_fours(p_x, x0, x1, x2, x3, o_unit, m_unit, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Store every fourth element `[FIRST, SECOND]` of vectors, four neighbours at once."""
+    fours = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (FIRST, SECOND, 4))
+    p_fours = tl.expand_dims(p_x + o_unit * 4, 2) + tl.arange(0, 4)[None, None, :]
+    tl.store(p_fours, fours, mask=tl.broadcast_to(tl.expand_dims(m_unit, 2), (FIRST, SECOND, 4)))
+
+
+@triton.jit
+def _sum_warps(x):
+    """The sum over the first axis of four, `(0 + 1) + (2 + 3)`."""
+    rows: tl.constexpr = x.shape[1]
+    columns: tl.constexpr = x.shape[2]
+    low, high = tl.split(tl.reshape(tl.permute(x, (1, 2, 0)), (rows, columns, 2, 2)))
+    low, high = tl.split(low + high)
+    return low + high
+
+
+@triton.jit
+def _tree_sum(x):
+    """The sum over the last of two axes, by neighbours: an order that no layout changes. `[N, L]` -> `[N]`."""
+    rows: tl.constexpr = x.shape[0]
+    length: tl.constexpr = x.shape[1]
+    if length == 1:
+        return tl.reshape(x, (rows,))
+    else:
+        low, high = tl.split(tl.reshape(x, (rows, length // 2, 2)))
+        return _tree_sum(low + high)
+
+
+@triton.jit
+def _finite(peak):
+    """Zero instead of minus infinity, which stands where nothing was seen."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def _split_bounds(split):
+    """The first entry of a split and of the next."""
+    long = tl.maximum(split - _SHORT_SPLITS, 0)
+    start = tl.minimum(split, _SHORT_SPLITS) * _SHORT_SPLIT + long * _LONG_SPLIT
+    return start, start + tl.where(split < _SHORT_SPLITS, _SHORT_SPLIT, _LONG_SPLIT)
+
+
+@triton.jit
+def _split_of(entry):
+    """The split that holds an entry."""
+    short = entry // _SHORT_SPLIT
+    return tl.where(short < _SHORT_SPLITS, short, _SHORT_SPLITS + (entry - _SHORT_SPLITS * _SHORT_SPLIT) // _LONG_SPLIT)
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr):
+    """The first entry that the token at a position sees."""
+    if WINDOW is None:
+        return position * 0
+    else:
+        return tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit(do_not_specialize=["offset", "splits"])
+def _attend_half_kernel(
+    p_qkv,
+    p_gain,
+    p_cosine,
+    p_sine,
+    p_position,
+    p_keys,
+    p_values,
+    head_stride,
+    p_accumulator,
+    p_peak,
+    p_total,
+    splits,
+    offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EPSILON: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEW: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    release_dependents(PDL)
+    kv_head = tl.program_id(0)
+    split = splits - 1 - tl.program_id(2)
+    token = tl.program_id(1) * TOKENS
+    wait_for_inputs(PDL)
+    position = tl.load(p_position) + offset
+    start, stop = _split_bounds(split)
+    stop = tl.minimum(stop, position + tl.minimum(token + TOKENS, ROWS))
+    start = tl.maximum(start, _first_seen(position + token, WINDOW) // _SHORT_SPLIT * _SHORT_SPLIT)
+    if start >= stop:
+        return
+
+    p_keys += kv_head.to(tl.int64) * head_stride
+    p_values += kv_head.to(tl.int64) * head_stride
+    o_element = tl.arange(0, 4 * UNITS)
+    m_element = o_element < D
+    group: tl.constexpr = HEADS // KV_HEADS
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    if stop > position:
+        o_new = tl.arange(0, NEW)
+        o_entry = position + o_new
+        m_new = ((o_entry >= start) & (o_entry < stop))[:, None] & m_element[None, :]
+        p_key = p_qkv + (o_new * width + (HEADS + kv_head) * D)[:, None]
+        p_head_gain = None if p_gain is None else p_gain + (o_new * 0 + (HEADS + kv_head) * D)[:, None]
+        o_angle = (o_entry * (D // 2))[:, None]
+        spread = _spread(p_key, p_head_gain, o_element[None, :], m_new, D, EPSILON, 1)
+        b_key = _turned_element(
+            p_key, p_head_gain, p_cosine + o_angle, p_sine + o_angle, spread, o_element[None, :], m_new, D
+        )
+        b_value = tl.load(p_key + KV_HEADS * D + o_element[None, :], mask=m_new, other=0.0)
+        o_stored = (o_entry * D)[:, None] + o_element[None, :]
+        tl.store(p_keys + o_stored, b_key.to(tl.float16), mask=m_new)
+        tl.store(p_values + o_stored, b_value, mask=m_new)
+
+    o_column = tl.arange(0, COLUMNS)
+    o_token = token + o_column // group
+    m_column = (o_column < TOKENS * group) & (o_token < ROWS)
+    head = kv_head * group + o_column % group
+    m_query = m_element[:, None] & m_column[None, :]
+    p_row = p_qkv + (o_token * width + head * D)[None, :]
+    p_head_gain = None if p_gain is None else p_gain + (head * D)[None, :]
+    o_angle = ((position + o_token) * (D // 2))[None, :]
+    spread = _spread(p_row, p_head_gain, o_element[:, None], m_query, D, EPSILON, 0)
+    query = _turned_element(
+        p_row, p_head_gain, p_cosine + o_angle, p_sine + o_angle, spread, o_element[:, None], m_query, D
+    )
+    query = _query(query, D, COLUMNS, 4 * UNITS)
+    o_last = tl.where(m_column, position + o_token, -1)[None, None, :]
+    o_first = _first_seen(o_last, WINDOW)
+
+    peak = tl.full([_WARPS, 1, COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([_WARPS, ENTRIES, COLUMNS], tl.float32)
+    accumulator = tl.zeros([_WARPS, 4 * UNITS, COLUMNS], tl.float32)
+    tl.debug_barrier()
+    for block in tl.range(start, stop, _WARPS * ENTRIES, num_stages=STAGES):
+        o_warp = block + tl.arange(0, _WARPS)[:, None, None] * ENTRIES
+        o_key = o_warp + tl.arange(0, ENTRIES)[None, :, None]
+        o_value = o_warp + tl.arange(0, ENTRIES)[None, None, :]
+        m_keys = o_key < stop
+        m_values = o_value < stop
+        if 4 * UNITS != D:
+            m_keys = m_keys & m_element[None, None, :]
+            m_values = m_values & m_element[None, :, None]
+        b_keys = tl.load(p_keys + o_key * D + o_element[None, None, :], mask=m_keys, other=0.0)
+        b_values = tl.load(p_values + o_value * D + o_element[None, :, None], mask=m_values, other=0.0)
+        score = tl.dot(b_keys, query)
+        m_seen = o_key <= o_last
+        if WINDOW is not None:
+            m_seen = m_seen & (o_key >= o_first)
+        score = tl.where(m_seen, score, float("-inf"))
+        above = tl.maximum(peak, tl.max(score, axis=1, keep_dims=True))
+        safe = _finite(above)
+        shrink = tl.exp2(peak - safe)
+        weight = tl.exp2(score - safe)
+        total = total * shrink + weight
+        peak = above
+        accumulator = tl.dot(b_values, weight.to(tl.float16), accumulator * shrink)
+
+    top = tl.max(peak, axis=0, keep_dims=True)
+    share = tl.exp2(peak - _finite(top))
+    total = _tree_sum(tl.reshape(tl.permute(total * share, (2, 0, 1)), (COLUMNS, _WARPS * ENTRIES)))
+    p_partial = (o_token * HEADS + head).to(tl.int64) * splits + split
+    tl.store(p_peak + p_partial, tl.reshape(top, (COLUMNS,)), mask=m_column)
+    tl.store(p_total + p_partial, total, mask=m_column)
+    p_out = p_accumulator + (p_partial * D)[None, :] + o_element[:, None]
+    tl.store(p_out, _sum_warps(accumulator * share), mask=m_query)
+
+
+@triton.jit
+def _spread(p_x, p_gain, element, m_element, D: tl.constexpr, EPSILON: tl.constexpr, AXIS: tl.constexpr):
+    """The root mean square of heads that are normed, elements along `AXIS`."""
+    if p_gain is None:
+        return 0.0
+    else:
+        x = tl.load(p_x + element, mask=m_element, other=0.0).to(tl.float32)
+        squares = x * x
+        if AXIS == 0:
+            squares = tl.trans(squares)
+        mean = tl.div_rn(_tree_sum(squares), 1.0 * D)
+        return tl.expand_dims(tl.sqrt_rn(mean + EPSILON), AXIS)
+
+
+@triton.jit(do_not_specialize=["offset", "splits"])
+def _combine_kernel(
+    p_accumulator,
+    p_peak,
+    p_total,
+    splits,
+    p_position,
+    offset,
+    p_out,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    release_dependents(PDL)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    wait_for_inputs(PDL)
+    position = tl.load(p_position) + offset + row
+    p_row = (row * HEADS + head).to(tl.int64)
+    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW)
+    o_element = tl.arange(0, BLOCK)
+    tl.store(p_out + p_row * D + o_element, merged.to(p_out.dtype.element_ty), mask=o_element < D)
+
+
+@triton.jit(do_not_specialize=["offset", "splits"])
+def _combine_quantize_kernel(
+    p_accumulator,
+    p_peak,
+    p_total,
+    p_merged,
+    p_arrived,
+    splits,
+    p_position,
+    offset,
+    p_permutation,
+    p_codes,
+    p_scale,
+    p_sums,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    release_dependents(PDL)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    o_pair = tl.arange(0, PAIRS)
+    m_pair = o_pair < INPUTS // 2
+    even = 2 * o_pair
+    odd = even + 1
+    if p_permutation is not None:
+        even = tl.load(p_permutation + even, mask=m_pair, other=0)
+        odd = tl.load(p_permutation + odd, mask=m_pair, other=0)
+    wait_for_inputs(PDL)
+    position = tl.load(p_position) + offset + row
+    p_row = (row * HEADS + head).to(tl.int64)
+    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW)
+    o_element = tl.arange(0, BLOCK)
+    tl.store(p_merged + p_row * D + o_element, merged, mask=o_element < D)
+
+    # All threads have stored; one of them then publishes that. The last program of a row sees the stores of all.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(p_arrived + row, 1, sem="acq_rel", scope="gpu")
+    if arrived == HEADS - 1:
+        tl.store(p_arrived + row, 0)
+        p_merged += row.to(tl.int64) * INPUTS
+        low = tl.load(p_merged + even, mask=m_pair, other=0.0, cache_modifier=".cg")
+        high = tl.load(p_merged + odd, mask=m_pair, other=0.0, cache_modifier=".cg")
+        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=0)
+        scale = tl.maximum(tl.div_rn(largest, _LARGEST_CODE), _SMALLEST_SCALE)
+        low = _round(tl.div_rn(low, scale)).to(tl.int32)
+        high = _round(tl.div_rn(high, scale)).to(tl.int32)
+        p_codes += row.to(tl.int64) * INPUTS
+        tl.store(p_codes + o_pair, low.to(tl.int8), mask=m_pair)
+        tl.store(p_codes + INPUTS // 2 + o_pair, high.to(tl.int8), mask=m_pair)
+        sums = tl.sum(tl.reshape(low + high, (2 * PAIRS // _RUN, _RUN // 2)), axis=1)
+        o_run = tl.arange(0, 2 * PAIRS // _RUN)
+        tl.store(p_sums + row * (INPUTS // _RUN) + o_run, sums, mask=o_run < INPUTS // _RUN)
+        tl.store(p_scale + row, scale)
+
+
+@triton.jit
+def _merge(
+    p_accumulator,
+    p_peak,
+    p_total,
+    first_partial,
+    position,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One head of the token at `position` from its splits, in their order: float32 `[BLOCK]`."""
+    first = _split_of(_first_seen(position, WINDOW))
+    last = _split_of(position)
+    o_element = tl.arange(0, BLOCK)
+    peak = position * 0 + float("-inf")
+    total = position * 0.0
+    accumulator = tl.zeros([BLOCK], tl.float32)
+    for block in tl.range(first // SPLITS * SPLITS, last + 1, SPLITS, num_stages=2):
+        o_split = block + tl.arange(0, SPLITS)
+        m_split = (o_split >= first) & (o_split <= last)
+        p_partial = first_partial + o_split
+        b_peak = tl.load(p_peak + p_partial, mask=m_split, other=float("-inf"))
+        b_total = tl.load(p_total + p_partial, mask=m_split, other=0.0)
+        p_parts = p_accumulator + (p_partial * D)[:, None] + o_element[None, :]
+        b_parts = tl.load(p_parts, mask=m_split[:, None] & (o_element < D)[None, :], other=0.0)
+        above = tl.maximum(peak, tl.max(b_peak, axis=0))
+        safe = _finite(above)
+        shrink = tl.exp2(peak - safe)
+        share = tl.exp2(b_peak - safe)
+        total = total * shrink + tl.sum(b_total * share, axis=0)
+        accumulator = accumulator * shrink + tl.sum(b_parts * share[:, None], axis=0)
+        peak = above
+    return tl.div_rn(accumulator, total)
+
+
+@triton.jit(do_not_specialize=["start", "rows"])
+def _kv_store_kernel(
+    p_qkv,
+    p_gain,
+    p_cosine,
+    p_sine,
+    p_units,
+    p_scale,
+    plane_stride,
+    kind_stride,
+    head_stride,
+    scale_kind_stride,
+    scale_head_stride,
+    p_queries,
+    query_stride,
+    start,
+    rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EPSILON: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    release_dependents(PDL)
+    head = tl.program_id(1)
+    o_token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    o_entry = start + o_token
+    m_token = o_token < rows
+    o_unit = tl.arange(0, UNITS)[None, :]
+    m_unit = m_token[:, None] & (o_unit < D // 4)
+    p_x = p_qkv + (o_token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + head * D)[:, None]
+    o_angle = (o_entry * (D // 2))[:, None]
+    wait_for_inputs(PDL)
+    if head < HEADS + KV_HEADS:
+        p_head_gain = None if p_gain is None else p_gain + (o_token * 0 + head * D)[:, None]
+        x0, x1, x2, x3 = _turned(p_x, p_head_gain, p_cosine + o_angle, p_sine + o_angle, o_unit, m_unit, D, EPSILON, 1)
+        if head < HEADS:
+            p_turned = p_queries + head.to(tl.int64) * query_stride + (o_token * D)[:, None]
+            x0 = x0.to(tl.float16)
+            x1 = x1.to(tl.float16)
+            x2 = x2.to(tl.float16)
+            x3 = x3.to(tl.float16)
+            _store_fours(p_turned, x0, x1, x2, x3, o_unit, m_unit, TOKENS, UNITS)
+        else:
+            kv_head = (head - HEADS).to(tl.int64)
+            p_units += kv_head * head_stride
+            p_scale += kv_head * scale_head_stride
+            _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
+    else:
+        x0, x1, x2, x3 = _fours(p_x, o_unit, m_unit)
+        kv_head = (head - HEADS - KV_HEADS).to(tl.int64)
+        p_units += kv_head * head_stride + kind_stride
+        p_scale += kv_head * scale_head_stride + scale_kind_stride
+        _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
+
+
+@triton.jit(do_not_specialize=["stop"])
+def _kv_load_kernel(
+    p_units,
+    p_scale,
+    plane_stride,
+    kind_stride,
+    head_stride,
+    scale_kind_stride,
+    scale_head_stride,
+    p_keys,
+    p_values,
+    out_stride,
+    stop,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    release_dependents(PDL)
+    kv_head = tl.program_id(1).to(tl.int64)
+    kind = tl.program_id(2)
+    o_entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    m_entry = o_entry < stop
+    o_unit = tl.arange(0, UNITS)[None, :]
+    m_unit = m_entry[:, None] & (o_unit < D // 4)
+    p_entry = p_units + kv_head * head_stride + kind * kind_stride + (o_entry * (D // 4))[:, None] + o_unit
+    p_scale += kv_head * scale_head_stride + kind * scale_kind_stride
+    wait_for_inputs(PDL)
+    base = tl.load(p_entry, mask=m_unit, other=0)
+    fine = tl.load(p_entry + plane_stride, mask=m_unit, other=0)
+    scale = tl.load(p_scale + o_entry, mask=m_entry, other=0.0)[:, None] * 0.0625
+    c0, c1, c2, c3 = _both_planes(base, fine, ASM)
+    x0 = (c0.to(tl.float32) * scale).to(tl.float16)
+    x1 = (c1.to(tl.float32) * scale).to(tl.float16)
+    x2 = (c2.to(tl.float32) * scale).to(tl.float16)
+    x3 = (c3.to(tl.float32) * scale).to(tl.float16)
+    p_out = tl.where(kind == 0, p_keys, p_values) + kv_head * out_stride + (o_entry * D)[:, None]
+    _store_fours(p_out, x0, x1, x2, x3, o_unit, m_unit, ENTRIES, UNITS)
