@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -83,13 +84,13 @@ def test_quantize_rounds_ties_to_even_and_keeps_zeros_and_extremes() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("run", [activation, plain_activation], ids=["kernel", "twin"])
-def test_a_row_with_nan_shows_it_in_its_scale(run: object) -> None:
+def test_a_row_with_nan_shows_it_in_its_scale(run: ModuleType) -> None:
     x = _random(2, 64)
     x[1, 40] = torch.nan
     acts = _acts(64)
-    run.quantize(x, acts, 2)  # type: ignore[attr-defined]
+    run.quantize(x, acts, 2)
     assert acts.scale.isnan().tolist() == [False, True, False, False]
-    run.norm_quantize(x, torch.ones(64), EPSILON, acts, 2)  # type: ignore[attr-defined]
+    run.norm_quantize(x, torch.ones(64), EPSILON, acts, 2)
     assert acts.scale.isnan().tolist() == [False, True, False, False]
 
 
@@ -139,7 +140,7 @@ def test_norm(columns: int) -> None:
 
 @pytest.mark.parametrize("run", [activation, plain_activation], ids=["kernel", "twin"])
 @pytest.mark.parametrize("name", ["quantize", "norm_quantize"])
-def test_a_row_does_not_depend_on_its_neighbours(run: object, name: str) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(run: ModuleType, name: str) -> None:
     x, gain = _random(ROOM, 544), _random(544, seed=1)
     arguments = (gain, EPSILON) if name == "norm_quantize" else ()
     function: Callable[..., None] = getattr(run, name)
