@@ -200,6 +200,11 @@ def main(debug: bool) -> None:
     show_default="3",
     help="The same over the refinement plane, with --refinement feedback.",
 )
+@click.option(
+    "--quantize-lm-head",
+    is_flag=True,
+    help="Nest the head as well; a tied embedding is then kept beside it. Smaller, faster, a little less exact.",
+)
 @click.option("--damping", type=float, show_default="0.01", help="Share of the Hessian's mean diagonal added to it.")
 @click.option(
     "--calibration",
@@ -441,7 +446,7 @@ def generate(
     help="Predict for a machine that is not here: orin-nx-16, h200, ..., or bandwidth=GB/s,memory=GiB,launch=us.",
 )
 @click.option("--device", metavar="cuda[:N]", default="cuda", help="The GPU to measure.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON to this file too.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the JSON to this file too.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw into this file; needs matplotlib.")
 @revision_option
 @json_option

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bitnest_format import packing
-from bitnest_format.architecture import read_architecture
+from bitnest_format.architecture import HEAD_MODULE, read_architecture
 from bitnest_format.checkpoint import DRAFT_INDEX, TARGET_INDEX, Checkpoint, read_weight_map
 from bitnest_format.errors import CheckpointError, Finding, UsageError
 from bitnest_format.manifest import Manifest, Module
@@ -332,7 +332,7 @@ def _render_head(report: CheckpointReport) -> str:
             f"{_count(model['heads'], 'head')} ({model['kv_heads']} for keys and values) of {model['head_dim']}, "
             f"vocabulary {model['vocabulary']}",
         ),
-        ("embeddings", "tied: one matrix is embedding and head" if report.tied_embeddings else "not tied"),
+        ("embeddings", _embeddings(report)),
         ("source", _joined("", report.source, "kind", "name", "revision").strip()),
         ("licence", str(report.source.get("license") or "not stated")),
         ("views", views),
@@ -350,6 +350,13 @@ def _render_head(report: CheckpointReport) -> str:
     ]
     width = max(len(label) for label, _ in rows)
     return "\n".join([report.name, *(f"  {label:<{width}}  {text}" for label, text in rows)])
+
+
+def _embeddings(report: CheckpointReport) -> str:
+    if report.tied_embeddings:
+        return "tied: one matrix is embedding and head"
+    nested = any(module.name == HEAD_MODULE for module in report.modules)
+    return "not tied; the head is nested" if nested else "not tied"
 
 
 def _rotation(rotation: Mapping[str, Any] | None) -> str:

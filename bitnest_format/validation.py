@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnest_format import nesting, packing
-from bitnest_format.architecture import HEAD, Architecture, read_architecture
+from bitnest_format.architecture import HEAD, HEAD_MODULE, Architecture, read_architecture
 from bitnest_format.checkpoint import (
     BASE_SUFFIX,
     CONFIG_FILE,
@@ -386,18 +386,33 @@ class _Validation:
                     name,
                     f"missing; a {architecture.model_type} model needs it with shape {list(shape)}",
                 )
+        nested_head = HEAD_MODULE in modules
         for name in modules:
-            if f"{name}.weight" not in self.required:
+            # A head beside tied embeddings is a fault of config.json, reported below.
+            if f"{name}.weight" not in self.required and name != HEAD_MODULE:
                 self._add(
                     MANIFEST_FILE,
                     f"modules.{name}",
                     f"is no linear layer of a {architecture.model_type} model with {architecture.layers} layers",
                 )
-        if architecture.tied_embeddings and HEAD in self.stored:
+        if architecture.tied_embeddings and nested_head:
+            self._add(
+                CONFIG_FILE,
+                "tie_word_embeddings",
+                f"is true, but {MANIFEST_FILE} lists the module {HEAD_MODULE}; set it to false",
+            )
+        elif architecture.tied_embeddings and HEAD in self.stored:
             self._add(
                 CONFIG_FILE,
                 "tie_word_embeddings",
                 f"is true, but {self.stored[HEAD][0]} holds {HEAD}; set it to false or leave the tensor out",
+            )
+        elif nested_head and HEAD in self.stored:
+            self._add(
+                self.stored[HEAD][0],
+                HEAD,
+                f"is stored although {MANIFEST_FILE} lists the module {HEAD_MODULE}; a model has one head. "
+                "Leave it out.",
             )
 
     def _check_files(self, manifest: Manifest) -> None:

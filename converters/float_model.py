@@ -71,6 +71,15 @@ class FloatModel:
                 hook.remove()
         return {name: hessian.mean() for name, hessian in sums.items()}
 
+    @torch.inference_mode()
+    def final_hessian(self, gain: Tensor) -> Tensor:
+        """The mean `X^T X` of the head's input `[H, H]`: the stream after all layers, normed with `gain` `[H]`."""
+        total = HessianSum(self.hidden.shape[-1], self.device)
+        batch = max(1, TOKENS_AT_ONCE // self.hidden.shape[1])
+        for sequences in self.hidden.split(batch):
+            total.add(torch.func.functional_call(self.decoder.norm, {"weight": gain}, (sequences,)))
+        return total.mean()
+
     def _forward(self, module: nn.Module, tensors: Mapping[str, Tensor], hidden: Tensor, layer: int) -> Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         cosine_sine = self.decoder.rotary_emb(hidden, positions)

@@ -29,6 +29,7 @@ class ConvertOptions:
     refinement: `closed` (the paper's Eq. 9) or `feedback` (error feedback on the refinement codes).
     base_sweeps, refinement_sweeps: passes of coordinate descent after error feedback; base passes refit the scales.
     damping: share of the Hessian's mean diagonal that is added to it.
+    quantize_lm_head: nest the head too, apart from an embedding it is tied to.
     calibration: `builtin` or a path to text, JSONL or parquet; tokens = samples * sequence_length.
     """
 
@@ -41,6 +42,7 @@ class ConvertOptions:
     refinement: Refinement = "feedback"
     refinement_sweeps: int = 3
     damping: float = 0.01
+    quantize_lm_head: bool = False
     calibration: str = "builtin"
     calibration_samples: int = 64
     sequence_length: int = 512

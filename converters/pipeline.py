@@ -7,7 +7,8 @@ earlier layers were quantized, and a resumed run replays finished layers forward
 becomes a part file in a work folder beside the output; the finished checkpoint is assembled there and renamed into
 place, so the output either does not exist or is complete.
 
-Memory holds one layer in float32, its Hessians, the calibration activations, and one embedding matrix at a time.
+With `quantize_lm_head` the head becomes a module too, after the last layer. Memory holds one layer in float32, its
+Hessians, the calibration activations, and one embedding matrix at a time, beside it the planes of a nested head.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from bitnest_format.architecture import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    HEAD_MODULE,
     MLP_INPUTS,
     MLP_OUTPUT,
     Architecture,
@@ -42,7 +44,13 @@ from bitnest_format.converters.float_model import FloatModel
 from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.preflight import Plan, preflight
-from bitnest_format.converters.quantize import module_record, quantize_together, stored_planes
+from bitnest_format.converters.quantize import (
+    WEIGHTS_AT_ONCE,
+    module_record,
+    quantize_in_pieces,
+    quantize_together,
+    stored_planes,
+)
 from bitnest_format.converters.rotation import (
     Rotation,
     make_rotation,
@@ -56,10 +64,13 @@ from bitnest_format.manifest import Manifest, Module
 from bitnest_format.shards import DTYPE_NAMES, Pending, pending_tensor, tensor_bytes
 
 Progress = Callable[[str, int, int], None]
+# Rotates some rows of the embedding or the head.
+Fold = Callable[[Tensor, Rotation], Tensor]
 
 # Linear layers that read the same input share one Hessian and are solved as one matrix.
 SHARED_INPUTS = (ATTENTION_INPUTS, (ATTENTION_OUTPUT,), MLP_INPUTS, (MLP_OUTPUT,))
 FOLD_ROWS = 2048
+HEAD_PART = "head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +189,7 @@ class _Conversion:
         self.plan = plan
         self.options = options
         self.rotation = rotation.to(options.device) if rotation else None
+        self.nested_head = options.quantize_lm_head
         self.calibration = calibration
         self.work = work
         self.report = report
@@ -189,17 +201,18 @@ class _Conversion:
             )
 
     def run(self) -> None:
-        """Write one part per decoder layer, skipping those an interrupted run has finished."""
+        """Write one part per decoder layer, and a nested head, skipping those an interrupted run has finished."""
         layers = self.architecture.layers
         model = FloatModel(self.source.config, self.options.device) if self.calibration else None
-        if model and self.calibration:
+        needed = self._layers_needed()
+        if model and self.calibration and needed:
             model.embed(self.calibration.input_ids, self._embedding_rows)
         for layer in range(layers):
             self.report("quantizing layers", layer, layers)
             finished = self.work.finished(_layer_part(layer))
             if finished:
                 self.warnings += self.work.warnings(_layer_part(layer))
-            if finished and (model is None or layer == layers - 1):
+            if finished and (model is None or layer >= needed):
                 continue
             weights = self._folded_layer(layer)
             release_freed_memory()
@@ -210,6 +223,46 @@ class _Conversion:
                 self.warnings += part.warnings
                 self.work.write(_layer_part(layer), part)
         self.report("quantizing layers", layers, layers)
+        if self.nested_head:
+            self._write_nested_head(model)
+
+    def _layers_needed(self) -> int:
+        """How many layers the calibration text has to run through: up to the last part that is missing."""
+        layers = self.architecture.layers
+        if self.nested_head and not self.work.finished(HEAD_PART):
+            return layers
+        return max((layer + 1 for layer in range(layers) if not self.work.finished(_layer_part(layer))), default=0)
+
+    def _write_nested_head(self, model: FloatModel | None) -> None:
+        if not self.work.finished(HEAD_PART):
+            norm = self._final_norm()
+            hessian = model.final_hessian(norm.float()) if model else None
+            if model:
+                # The calibration activations have served; their memory is needed now.
+                model.hidden = torch.empty(0)
+            self.work.write(HEAD_PART, self._quantize_head(norm, hessian))
+        self.warnings += self.work.warnings(HEAD_PART)
+
+    def _quantize_head(self, norm: Tensor, hessian: Tensor | None) -> Part:
+        """The final norm as it is stored, and the head as a module, solved some rows at a time."""
+        name, fold = self._head_source()
+        matrix = self.source.read(name)
+        rows_at_once = max(1, WEIGHTS_AT_ONCE // matrix.shape[1])
+        chunks = matrix.split(rows_at_once)
+
+        def pieces() -> Iterator[Tensor]:
+            for number, rows in enumerate(chunks):
+                self.report("quantizing the head", number, len(chunks))
+                yield self._folded_rows(rows, fold)
+
+        solved = quantize_in_pieces(HEAD_MODULE, pieces, hessian, self.plan.group_sizes[HEAD_MODULE], self.options)
+        self.report("quantizing the head", len(chunks), len(chunks))
+        return Part(
+            base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, norm)), **_pending(solved.base)},
+            refinement=_pending(solved.refinement),
+            modules={HEAD_MODULE: solved.record},
+            warnings=solved.remarks,
+        )
 
     def _folded_layer(self, layer: int) -> dict[str, Tensor]:
         """The layer's tensors by full name, rotated in float64 and cast to float32 on the device, or as stored."""
@@ -261,36 +314,44 @@ class _Conversion:
 
     def _outer_parts(self) -> Iterator[tuple[str, Callable[[], Part]]]:
         """The parts around the layers: embedding, final norm and head, as they are to be stored."""
-        tied = self.architecture.tied_embeddings
-        rotation = self.rotation
 
         def embedding() -> Part:
-            return Part(base={EMBEDDING: self._fold_rows(EMBEDDING, rotate_embedding)})
+            return Part(base={EMBEDDING: self._fold_matrix(EMBEDDING, rotate_embedding)})
 
         def final() -> Part:
-            gain = self.source.read(FINAL_NORM).to(self.options.device)
-            norm = gain if rotation is None else torch.ones_like(gain)
-            part = Part(base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, norm))})
-            if rotation is not None or not tied:
-                head = EMBEDDING if tied else HEAD
-                part.base[HEAD] = self._fold_rows(head, lambda rows, r: rotate_head(rows, gain, r))
+            part = Part(base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, self._final_norm()))})
+            if self.rotation is not None or not self.architecture.tied_embeddings:
+                part.base[HEAD] = self._fold_matrix(*self._head_source())
             return part
 
         yield "embedding", embedding
-        yield "head", final
+        yield HEAD_PART, final
 
-    def _fold_rows(self, name: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Pending:
+    def _final_norm(self) -> Tensor:
+        """The final norm's gains as they are to be stored."""
+        gain = self.source.read(FINAL_NORM).to(self.options.device)
+        return gain if self.rotation is None else torch.ones_like(gain)
+
+    def _head_source(self) -> tuple[str, Fold]:
+        """The source's tensor that the head is made of, and how its rows are rotated."""
+        gain = self.source.read(FINAL_NORM).to(self.options.device)
+        name = EMBEDDING if self.architecture.tied_embeddings else HEAD
+        return name, lambda rows, rotation: rotate_head(rows, gain, rotation)
+
+    def _fold_matrix(self, name: str, fold: Fold) -> Pending:
         """A big matrix that is folded piecewise as it is written, so that only the source's copy is ever whole."""
         info = self.source.tensors[name]
 
         def chunks() -> Iterator[memoryview]:
             for rows in self.source.read(name).split(FOLD_ROWS):
-                rows = rows.to(self.options.device)
-                piece = rows.float() if self.rotation is None else fold(rows, self.rotation).float()
-                yield tensor_bytes(self._kept(name, piece))
+                yield tensor_bytes(self._kept(name, self._folded_rows(rows, fold)))
 
         size = info.dtype.itemsize * math.prod(info.shape)
         return Pending(DTYPE_NAMES[info.dtype], info.shape, size, chunks)
+
+    def _folded_rows(self, rows: Tensor, fold: Fold) -> Tensor:
+        rows = rows.to(self.options.device)
+        return rows.float() if self.rotation is None else fold(rows, self.rotation).float()
 
     def assemble(self, side_files: list[str]) -> Manifest:
         """Join the parts into shards and write indexes, config and manifest into the work folder."""
@@ -329,7 +390,7 @@ class _Conversion:
 
     def _config(self) -> dict[str, Any]:
         config = checkpoint_config(self.source.config)
-        if self.rotation is not None:
+        if self.rotation is not None or self.nested_head:
             config["tie_word_embeddings"] = False
         # Both spellings of the rotary settings, so that old and new readers find the same numbers.
         rope = dict(self.architecture.rope)

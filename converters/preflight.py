@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bitnest_format.architecture import EMBEDDING, HEAD, Architecture
+from bitnest_format.architecture import EMBEDDING, HEAD, HEAD_MODULE, Architecture
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import BUILTIN
 from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
@@ -83,7 +83,7 @@ def preflight(source: Source, architecture: Architecture, options: ConvertOption
     """
     problems = [
         *_tensor_problems(source, architecture),
-        *_group_problems(architecture, options.group_size),
+        *_group_problems(architecture, options),
         *_option_problems(architecture, options),
         *_output_problems(source, output),
     ]
@@ -141,7 +141,7 @@ def _plan(source: Source, architecture: Architecture, options: ConvertOptions, f
     preferred = PREFERRED_GROUP_SIZE if options.group_size is None else options.group_size
     modules: dict[str, ModulePlan] = {}
     weights = scales = 0
-    for name, (outputs, inputs) in architecture.modules():
+    for name, (outputs, inputs) in architecture.modules(nested_head=options.quantize_lm_head):
         try:
             size = choose_group_size(inputs, options.group_size)
         except ValueError:
@@ -161,17 +161,36 @@ def _plan(source: Source, architecture: Architecture, options: ConvertOptions, f
         scale_bytes=scales * BYTES_PER_SCALE,
         unquantized_bytes=sum(_kept_sizes(source, architecture, options)),
         fp16_bytes=2 * sum(_elements(shape) for shape in architecture.tensors().values()),
-        notes=tuple(source.notes),
+        notes=(*source.notes, *_head_notes(source, architecture, options, modules)),
+    )
+
+
+def _head_notes(
+    source: Source, architecture: Architecture, options: ConvertOptions, modules: Mapping[str, ModulePlan]
+) -> Iterator[str]:
+    """What untying a nested head from the embedding costs."""
+    if not options.quantize_lm_head or not architecture.tied_embeddings or EMBEDDING not in source.tensors:
+        return
+    head = modules[HEAD_MODULE]
+    weights = _elements(head.shape)
+    nested = weights + weights // head.group_size * BYTES_PER_SCALE
+    plain = weights * source.tensors[EMBEDDING].dtype.itemsize
+    beside = f"; unquantized, the rotation would make it {_megabytes(plain)}" if options.rotation != "none" else ""
+    yield (
+        f"{HEAD_MODULE} is tied to the embedding, which stays as it is: the nested head takes "
+        f"{_megabytes(nested)} beside it{beside}"
     )
 
 
 def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[int]:
     """The sizes of the tensors that stay as they are; a rotation gives a tied model a head of its own."""
-    quantized = {f"{name}.weight" for name, _ in architecture.modules()}
+    nested_head = options.quantize_lm_head
+    quantized = {f"{name}.weight" for name, _ in architecture.modules(nested_head=nested_head)}
+    untied = architecture.tied_embeddings and options.rotation != "none" and not nested_head
     for name, shape in architecture.tensors().items():
         if name not in quantized:
             info = source.tensors.get(name)
-            copies = 2 if name == EMBEDDING and architecture.tied_embeddings and options.rotation != "none" else 1
+            copies = 2 if name == EMBEDDING and untied else 1
             yield copies * _elements(shape) * (info.dtype.itemsize if info else BYTES_PER_SCALE)
 
 
@@ -215,10 +234,11 @@ def _config_fields(name: str, architecture: Architecture) -> str:
     return fields.get(name.split(".")[-2], hidden)
 
 
-def _group_problems(architecture: Architecture, preferred: int | None) -> Iterator[str]:
+def _group_problems(architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
     """One problem that names every module whose inputs the groups do not divide."""
+    preferred = options.group_size
     offending = []
-    for name, (_, inputs) in architecture.modules():
+    for name, (_, inputs) in architecture.modules(nested_head=options.quantize_lm_head):
         try:
             choose_group_size(inputs, preferred)
         except ValueError:

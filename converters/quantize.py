@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,16 @@ from bitnest_format.shards import tensor_sha256
 
 # Weights that are solved at a time; about ten float32 copies of them exist meanwhile.
 WEIGHTS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedModule:
+    """One module's tensors as they lie on disk, by name, the manifest's record, and what went other than asked for."""
+
+    base: dict[str, Tensor]
+    refinement: dict[str, Tensor]
+    record: Module
+    remarks: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,58 @@ def quantize_together(
         codes[name] = Codes(base[rows], refinement[rows], scale[rows], float(clipped[rows].mean()))
         first = rows.stop
     return codes, [] if hessian is None else _remarks(list(weights), factor, options.damping)
+
+
+def quantize_in_pieces(
+    name: str,
+    pieces: Callable[[], Iterator[Tensor]],
+    hessian: Tensor | None,
+    group_size: int,
+    options: ConvertOptions,
+) -> SolvedModule:
+    """Quantize a module whose weight is too large to be held in float32, such as the head.
+
+    `pieces()` gives the rows of its weight, float32 `[r, I]`, in order and always alike; it is called twice, because
+    the type of the scales has to be known first. `hessian` as in `quantize_together`. What is held of a finished
+    piece are its packed planes and scales.
+    """
+    factor = None if hessian is None else gptq_solver.inverse_factor(hessian, options.damping)
+    fits = all(
+        nesting.stored_scale_type(nesting.group_max_abs(weight, group_size)) == torch.float16 for weight in pieces()
+    )
+    scale_type = torch.float16 if fits else torch.float32
+    stored: dict[str, list[Tensor]] = {BASE_SUFFIX: [], SCALE_SUFFIX: [], REFINEMENT_SUFFIX: []}
+    clipped = norm = draft_error = target_error = 0.0
+    outputs = inputs = 0
+    for weight in pieces():
+        base, refinement, scale, clipped_rows = _quantize(weight, factor, group_size, scale_type, options)
+        stored[BASE_SUFFIX].append(packing.pack(base).cpu())
+        stored[SCALE_SUFFIX].append(scale.cpu())
+        stored[REFINEMENT_SUFFIX].append(packing.pack(refinement).cpu())
+        clipped += float(clipped_rows.double().sum())
+        norm += _squared_norm(weight)
+        draft_error += _squared_norm(nesting.draft_weight(base, scale) - weight)
+        target_error += _squared_norm(nesting.target_weight(base, refinement, scale) - weight)
+        outputs, inputs = outputs + weight.shape[0], weight.shape[1]
+        del base, refinement, scale, weight
+        release_freed_memory()
+    planes = {f"{name}.{suffix}": torch.cat(stored.pop(suffix)) for suffix in tuple(stored)}
+    refinement_name = f"{name}.{REFINEMENT_SUFFIX}"
+    return SolvedModule(
+        base={stored_name: tensor for stored_name, tensor in planes.items() if stored_name != refinement_name},
+        refinement={refinement_name: planes[refinement_name]},
+        record=_record(
+            name,
+            planes,
+            shape=(outputs, inputs),
+            group_size=group_size,
+            bias=None,
+            saturation=clipped / outputs,
+            draft_error=(draft_error / norm) ** 0.5 if norm else 0.0,
+            target_error=(target_error / norm) ** 0.5 if norm else 0.0,
+        ),
+        remarks=[] if hessian is None else _remarks([name], factor, options.damping),
+    )
 
 
 def _quantize(
@@ -110,23 +172,49 @@ def module_record(
     name: str, codes: Codes, weight: Tensor, planes: Mapping[str, Tensor], *, group_size: int, bias: str | None
 ) -> Module:
     """The manifest's record: digests of the stored `planes`, and errors against `weight` float32 `[O, I]`."""
-
-    def plane(suffix: str) -> Plane:
-        return Plane(name=f"{name}.{suffix}", sha256=tensor_sha256(planes[f"{name}.{suffix}"]))
-
-    return Module(
+    return _record(
+        name,
+        planes,
         shape=(weight.shape[0], weight.shape[1]),
         group_size=group_size,
-        base=plane(BASE_SUFFIX),
-        scale=plane(SCALE_SUFFIX),
-        refinement=plane(REFINEMENT_SUFFIX),
         bias=bias,
-        saturation=round(codes.saturation, 6),
+        saturation=codes.saturation,
         draft_error=_relative_error(nesting.draft_weight(codes.base, codes.scale), weight),
         target_error=_relative_error(nesting.target_weight(codes.base, codes.refinement, codes.scale), weight),
     )
 
 
+def _record(
+    name: str,
+    planes: Mapping[str, Tensor],
+    *,
+    shape: tuple[int, int],
+    group_size: int,
+    bias: str | None,
+    saturation: float,
+    draft_error: float,
+    target_error: float,
+) -> Module:
+    def plane(suffix: str) -> Plane:
+        return Plane(name=f"{name}.{suffix}", sha256=tensor_sha256(planes[f"{name}.{suffix}"]))
+
+    return Module(
+        shape=shape,
+        group_size=group_size,
+        base=plane(BASE_SUFFIX),
+        scale=plane(SCALE_SUFFIX),
+        refinement=plane(REFINEMENT_SUFFIX),
+        bias=bias,
+        saturation=round(saturation, 6),
+        draft_error=round(draft_error, 6),
+        target_error=round(target_error, 6),
+    )
+
+
 def _relative_error(rebuilt: Tensor, weight: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(weight))
-    return round(float(torch.linalg.vector_norm(rebuilt - weight)) / norm, 6) if norm else 0.0
+    return float(torch.linalg.vector_norm(rebuilt - weight)) / norm if norm else 0.0
+
+
+def _squared_norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) ** 2

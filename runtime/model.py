@@ -84,8 +84,8 @@ class Decoder:
         self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
         self.rope = RopeTable(checkpoint.config, self.architecture, self.device)
         self.head, self.head_bytes = self._load_head()
-        shared = isinstance(self.head, Tensor) and self.architecture.tied_embeddings
-        self.embedding: Tensor = self.head if shared else self._tensor(EMBEDDING)
+        tied = self.architecture.tied_embeddings
+        self.embedding = self.head if tied and isinstance(self.head, Tensor) else self._tensor(EMBEDDING)
         self.final_norm = self._tensor(FINAL_NORM).float()
         self.layers = [self._load_layer(layer) for layer in range(self.architecture.layers)]
         self.view_bytes = {view: self._view_bytes(view) for view in views}

@@ -238,10 +238,12 @@ def test_convert_passes_every_given_option(source, tmp_path, monkeypatch):
         "seed": 7,
     }
     arguments = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in given.items()]
-    arguments += ["--max-shard-size", "1MB", "--resume", "--ignore-unknown-tensors"]
+    arguments += ["--max-shard-size", "1MB", "--resume", "--ignore-unknown-tensors", "--quantize-lm-head"]
     assert refused(run("convert", source, tmp_path / "x", *arguments), "enough")
     assert seen["resume"] is True
-    assert seen["options"] == ConvertOptions(**given, shard_bytes=10**6, ignore_unknown_tensors=True)
+    assert seen["options"] == ConvertOptions(
+        **given, shard_bytes=10**6, ignore_unknown_tensors=True, quantize_lm_head=True
+    )
 
 
 def test_convert_dry_run_writes_nothing(source, tmp_path):

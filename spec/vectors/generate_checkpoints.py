@@ -91,6 +91,7 @@ def model(
     quantized: tuple[str, ...] = ("mlp.down_proj",),
     group_size: int = 8,
     scale_type: str = "F16",
+    nested_head: bool = False,
     **changes: Any,
 ) -> Build:
     """A one-layer model. `group_size` -1 is one group per row; linears outside `quantized` stay bfloat16."""
@@ -141,7 +142,9 @@ def model(
             plain[f"{LAYER}.self_attn.{norm}.weight"] = halves(generator, head_dim)
     plain[f"{LAYER}.post_attention_layernorm.weight"] = halves(generator, hidden)
     plain["model.norm.weight"] = halves(generator, hidden)
-    if not tied:
+    if nested_head:
+        nested["lm_head"] = codes(generator, 4, hidden, 1 if group_size == -1 else hidden // group_size, scale_type)
+    elif not tied:
         plain["lm_head.weight"] = halves(generator, 4, hidden)
     return Build(config=config, nested=nested, plain=plain, group_size=group_size, **changes)
 
@@ -367,6 +370,7 @@ def delete_at(*path: Any) -> Step:
 
 
 MISSING = "Download the checkpoint again."
+LEAVE_OUT = "a model has one head. Leave it out."
 DOWN_BASE, DOWN_SCALE, DOWN_REFINEMENT = f"{DOWN}.weight_packed", f"{DOWN}.weight_scale", f"{DOWN}.weight_refinement"
 PATTERN = "bitnest-base-0000i-of-0000n.safetensors or bitnest-refinement-0000i-of-0000n.safetensors"
 FOREIGN = (
@@ -440,6 +444,7 @@ def valid_cases() -> list[Case]:
             "several-shards", "three base shards and two refinement shards", [], build=lambda b: setattr(b, "shards", 3)
         ),
         Case("input-permutation", "stored columns in another order than the inputs", [], build=permuted),
+        Case("nested-head", "the head is a module too", [], start=lambda: model(nested_head=True)),
         Case("rotated", "R1 and R2 folded", [], build=lambda b: setattr(b, "rotation", fold)),
         Case(
             "later-minor-version",
@@ -737,6 +742,21 @@ def config_cases() -> list[Case]:
             "tie_word_embeddings",
             f"is true, but {BASE} holds lm_head.weight; set it to false or leave the tensor out",
             set_at("tie_word_embeddings", True),
+        ),
+        at(
+            "tied-with-nested-head",
+            "two heads to choose from, one of them nested",
+            "tie_word_embeddings",
+            "is true, but bitnest.json lists the module lm_head; set it to false",
+            set_at("tie_word_embeddings", True),
+            start=lambda: model(nested_head=True),
+        ),
+        Case(
+            "config-two-heads",
+            "a nested head and lm_head.weight beside it",
+            [(BASE, "lm_head.weight", f"is stored although {MANIFEST} lists the module lm_head; {LEAVE_OUT}")],
+            build=lambda build: build.plain.update(model().plain | build.plain),
+            start=lambda: model(nested_head=True),
         ),
     ]
 

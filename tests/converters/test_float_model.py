@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitnest_format.architecture import EMBEDDING, read_architecture
+from bitnest_format.architecture import EMBEDDING, FINAL_NORM, read_architecture
 from bitnest_format.converters.float_model import FloatModel
 from bitnest_format.converters.pipeline import SHARED_INPUTS
 
@@ -47,6 +47,7 @@ def test_hessians_equal_those_of_the_whole_model(
         for linears in SHARED_INPUTS:
             name = f"{layer}.{linears[0]}"
             whole.model.layers[layer].get_submodule(linears[0]).register_forward_pre_hook(remember(name))
+    whole.lm_head.register_forward_pre_hook(remember("head"))
     with torch.inference_mode():
         whole(ids)
 
@@ -60,6 +61,10 @@ def test_hessians_equal_those_of_the_whole_model(
         for name, hessian in hessians.items():
             seen = inputs[f"{layer}.{name}"]
             torch.testing.assert_close(hessian, seen.T @ seen / seen.shape[0], rtol=1e-3, atol=1e-4)
+    seen = inputs["head"]
+    hessian = model.final_hessian(tensors[FINAL_NORM])
+    torch.testing.assert_close(hessian, seen.T @ seen / seen.shape[0], rtol=1e-3, atol=1e-4)
+    assert model.hidden.shape == (3, 40, 256)
 
 
 def test_a_layer_is_lent_its_weights_and_keeps_none(tiny_model: Callable[..., Any]) -> None:

@@ -24,7 +24,7 @@ from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.converters import pipeline, work_folder
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.pipeline import ConversionResult, convert
-from bitnest_format.converters.rotation import make_rotation, rotate_layer
+from bitnest_format.converters.rotation import make_rotation, rotate_head, rotate_layer
 from bitnest_format.converters.sources import open_source
 from bitnest_format.errors import BitnestError, SourceError
 from bitnest_format.validation import validate
@@ -129,6 +129,124 @@ def test_converted_checkpoints_are_valid_and_close_to_the_source(
         assert torch.equal(checkpoint.tensor(FINAL_NORM).float(), torch.ones(256))
         assert checkpoint.manifest.rotation is not None
         assert checkpoint.manifest.rotation["folded"] == ["R1", "R2"]
+
+
+@pytest.mark.parametrize("construction", [ROUNDING, FEEDBACK], ids=["rounding", "feedback"])
+@pytest.mark.parametrize("rotation", ["none", "random"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_nested_head(
+    tied: bool,
+    rotation: str,
+    construction: Any,
+    model_folder: Any,
+    options: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes, limits = construction
+    source = model_folder(tied=tied)
+    plain = _convert(source, tmp_path / "plain", options(rotation=rotation, **changes))
+    # Four pieces, the last of them shorter.
+    monkeypatch.setattr(pipeline, "WEIGHTS_AT_ONCE", 100 * 256)
+    nested = _convert(source, tmp_path / "out", options(rotation=rotation, quantize_lm_head=True, **changes))
+    assert validate(tmp_path / "out", deep=True) == []
+
+    checkpoint = Checkpoint(tmp_path / "out")
+    assert HEAD not in checkpoint.weight_map and HEAD not in checkpoint.manifest.unquantized
+    assert checkpoint.config["tie_word_embeddings"] is False
+    assert {n: m for n, m in nested.manifest.modules.items() if n != "lm_head"} == plain.manifest.modules
+    assert list(nested.manifest.modules)[-1] == "lm_head"
+    whole = Checkpoint(tmp_path / "plain")
+    for name in (EMBEDDING, FINAL_NORM):
+        assert torch.equal(checkpoint.tensor(name), whole.tensor(name))
+    tensors = _source_tensors(source)
+    head = tensors[EMBEDDING if tied else HEAD]
+    made = make_rotation(rotation, None, 0, read_architecture(checkpoint.config))
+    weight = (rotate_head(head, tensors[FINAL_NORM], made) if made else head).float()
+    record, stored = checkpoint.module("lm_head"), checkpoint.weight("lm_head")
+    for view, limit in limits.items():
+        error = float((stored.dequantize(view) - weight).norm() / weight.norm())
+        assert error < limit
+        assert (record.draft_error if view == "draft" else record.target_error) == pytest.approx(error, abs=2e-6)
+    if construction is ROUNDING:
+        base = stored.base_codes()
+        assert torch.equal(base, nesting.encode_base(weight, stored.scale))
+        assert torch.equal(
+            stored.target_codes(), nesting.compose(base, nesting.encode_refinement(weight, base, stored.scale))
+        )
+        assert record.saturation == pytest.approx(nesting.saturation(weight, base, stored.scale), abs=2e-6)
+
+
+def test_nested_head_makes_up_for_its_errors_where_its_inputs_lie(
+    model_folder: Any, options: Any, tmp_path: Path
+) -> None:
+    """With the Hessian of its own input the head's output error is below that of rounding."""
+    source = model_folder()
+    shared = {"rotation": "none", "quantize_lm_head": True}
+    _convert(source, tmp_path / "solved", options(**shared))
+    _convert(source, tmp_path / "rounded", options(base="rtn", refinement="closed", **shared))
+    inputs = _final_states(source, options().calibration)
+    weight = _source_tensors(source)[HEAD].float()
+    for view in ("draft", "target"):
+        errors = []
+        for name in ("solved", "rounded"):
+            rebuilt = Checkpoint(tmp_path / name).weight("lm_head").dequantize(view)
+            errors.append(float((inputs @ (rebuilt - weight).T).norm()))
+        assert errors[0] < 0.9 * errors[1], view
+
+
+def _final_states(folder: Path, calibration: str) -> Tensor:
+    """What the source's head reads on the calibration tokens, `[tokens, H]`."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model.model(load_file(calibration)["input_ids"]).last_hidden_state.flatten(0, 1)
+
+
+def test_a_nested_head_far_beyond_float16_gets_float32_scales(
+    model_folder: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stretch(tensors: dict[str, Tensor]) -> None:
+        tensors[HEAD][319, :128] *= 1e6 / float(tensors[HEAD][319, :128].abs().max())
+
+    monkeypatch.setattr(pipeline, "WEIGHTS_AT_ONCE", 100 * 256)
+    _convert(model_folder(change=stretch), tmp_path / "out", options(rotation="none", quantize_lm_head=True))
+    scale = Checkpoint(tmp_path / "out").weight("lm_head").scale
+    assert scale.dtype == torch.float32 and float(scale[319, 0]) > 65504
+    assert validate(tmp_path / "out", deep=True) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "done"),
+    [("quantizing layers", 1), ("quantizing layers", 2), ("quantizing the head", 2), ("writing the checkpoint", 0)],
+)
+def test_resumed_nested_head_ends_with_the_same_bytes(
+    stage: str, done: int, model_folder: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "WEIGHTS_AT_ONCE", 100 * 256)
+    source = model_folder(tied=True)
+    _convert(source, tmp_path / "whole", options(quantize_lm_head=True))
+    with pytest.raises(KeyboardInterrupt):
+        _convert(source, tmp_path / "out", options(quantize_lm_head=True), progress=_interrupt_at(stage, done))
+    with pytest.raises(SourceError, match=r"options\.quantize_lm_head was True and is False"):
+        _convert(source, tmp_path / "out", options(), resume=True)
+    _convert(source, tmp_path / "out", options(quantize_lm_head=True), resume=True)
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
+
+
+def test_warnings_of_a_nested_head_survive_a_resume(
+    model_folder: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitnest_format.converters.gptq_solver.inverse_factor", lambda hessian, damping: None)
+    source = model_folder()
+    stop = _interrupt_at("writing the checkpoint", 0)
+    with pytest.raises(KeyboardInterrupt):
+        _convert(source, tmp_path / "out", options(quantize_lm_head=True), progress=stop)
+    result = _convert(source, tmp_path / "out", options(quantize_lm_head=True), resume=True)
+    assert result.warnings[-1] == "lm_head: the Hessian could not be inverted; rounded to nearest instead"
+    assert validate(tmp_path / "out", deep=True) == []
 
 
 def _source_tensors(folder: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bitnest_format.checkpoint import TARGET_INDEX
 from bitnest_format.converters.hf import HuggingFaceSource
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.pipeline import convert
-from bitnest_format.converters.preflight import Plan, choose_group_size, preflight, render_plan
+from bitnest_format.converters.preflight import ModulePlan, Plan, choose_group_size, preflight, render_plan
 from bitnest_format.converters.work_folder import WorkFolder
 from bitnest_format.errors import SourceError
 
@@ -352,14 +353,15 @@ def test_every_problem_comes_at_once(tmp_path: Path, tiny_model: Make) -> None:
 # --- the plan
 
 
+@pytest.mark.parametrize("head", ["plain", "nested"])
 @pytest.mark.parametrize("rotation", ["none", "random"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_planned_sizes_are_those_of_the_result(
-    tmp_path: Path, tiny_model: Make, model_type: str, tied: bool, rotation: str
+    tmp_path: Path, tiny_model: Make, model_type: str, tied: bool, rotation: str, head: str
 ) -> None:
     source = write(tmp_path / "source", tiny_model(model_type, tied, num_hidden_layers=1))
-    options = ConvertOptions(base="rtn", refinement="closed", rotation=rotation)
+    options = ConvertOptions(base="rtn", refinement="closed", rotation=rotation, quantize_lm_head=head == "nested")
     plan = plan_of(source, tmp_path / "output", options)
     result = convert(source, tmp_path / "output", options)
     index = json.loads((tmp_path / "output" / TARGET_INDEX).read_text(encoding="utf-8"))
@@ -380,6 +382,36 @@ def test_planned_sizes_by_hand(tmp_path: Path, tiny_model: Make) -> None:
     assert plan.total_bytes == weights + 2 * groups + 2 * kept
     assert plan.work_bytes == 2 * plan.total_bytes
     assert plan.fp16_bytes == 2 * (weights + kept)
+
+
+@pytest.mark.parametrize(
+    ("tied", "rotation", "note"),
+    [
+        (True, "none", "the nested head takes 0.1 MB beside it"),
+        (True, "random", "the nested head takes 0.1 MB beside it; unquantized, the rotation would make it 0.2 MB"),
+        (False, "random", None),
+    ],
+    ids=["tied", "tied and rotated", "untied"],
+)
+def test_plan_of_a_nested_head(tied: bool, rotation: str, note: str | None, tmp_path: Path, tiny_model: Make) -> None:
+    source = write(tmp_path / "source", tiny_model(tied=tied, num_hidden_layers=1))
+    plain = plan_of(source, tmp_path / "output", replace(ROUNDED, rotation=rotation))
+    plan = plan_of(source, tmp_path / "output", replace(ROUNDED, rotation=rotation, quantize_lm_head=True))
+    assert plan.modules == {**plain.modules, "lm_head": ModulePlan(shape=(320, 256), group_size=128)}
+    assert plan.base_bytes - plain.base_bytes == 320 * 256 // 2
+    assert plan.scale_bytes - plain.scale_bytes == 320 * 2 * 2
+    kept = 0 if tied and rotation == "none" else 320 * 256 * 2
+    assert plain.unquantized_bytes - plan.unquantized_bytes == kept
+    assert plan.fp16_bytes == plain.fp16_bytes
+    expected = () if note is None else (f"lm_head is tied to the embedding, which stays as it is: {note}",)
+    assert plan.notes == expected and plain.notes == ()
+
+
+def test_groups_that_do_not_fit_a_nested_head(tmp_path: Path, tiny_model: Make) -> None:
+    model = tiny_model(hidden_size=192, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1)
+    options = replace(ROUNDED, group_size=128, quantize_lm_head=True)
+    (problem,) = problems_of(write(tmp_path / "source", model), tmp_path / "output", options)
+    assert "model.layers.0.mlp.up_proj (192 inputs), lm_head (192 inputs). --group-size 64 fits every module" in problem
 
 
 def test_plan_as_data(tmp_path: Path, tiny_model: Make) -> None:
