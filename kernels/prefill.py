@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bitnest_format.kernels.launch import features
 from bitnest_format.kernels.operands import Activations, DualPlaneWeight
-from bitnest_format.kernels.prefill_tiles import Tile, candidates, choose, chunk_outputs, step_inputs
+from bitnest_format.kernels.prefill_tiles import Tile, candidates, choose, chunk_outputs, step_inputs, tail_rows
 from bitnest_format.kernels.primitives import release_dependents, wait_for_inputs
 from bitnest_format.kernels.reference_linear import View
 
@@ -133,6 +133,7 @@ def linear_int8(
         BIAS=weight.bias is not None,
         ADD=add,
         BLOCK_M=tile.rows,
+        TAIL=tail_rows(tile, rows),
         BLOCK_N=tile.outputs,
         ASM=use.asm,
         PDL=use.pdl,
@@ -266,21 +267,97 @@ def _int8_kernel(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Outputs `[BLOCK_N, BLOCK_M]`, transposed; programs that share weights are neighbours."""
+    """Programs that share weights are neighbours; the last of them takes the `TAIL` rows that fill no whole tile."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
+    tiles = tl.cdiv(rows, BLOCK_M)
+    number = tl.program_id(0) % tiles
+    o_n = (tl.program_id(0) // tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if TAIL:  # noqa: SIM102, a choice of the compiler around one of the program
+        if number == tiles - 1:
+            o_m = number * BLOCK_M + tl.arange(0, TAIL)
+            _int8_tile(
+                p_codes,
+                p_token_scale,
+                p_base,
+                p_refinement,
+                p_scale,
+                p_bias,
+                p_out,
+                rows,
+                outputs,
+                o_m,
+                o_n,
+                INPUTS,
+                GROUPS,
+                STEP,
+                FINE,
+                BIAS,
+                ADD,
+                TAIL,
+                BLOCK_N,
+                ASM,
+            )
+            return
+    o_m = number * BLOCK_M + tl.arange(0, BLOCK_M)
+    _int8_tile(
+        p_codes,
+        p_token_scale,
+        p_base,
+        p_refinement,
+        p_scale,
+        p_bias,
+        p_out,
+        rows,
+        outputs,
+        o_m,
+        o_n,
+        INPUTS,
+        GROUPS,
+        STEP,
+        FINE,
+        BIAS,
+        ADD,
+        BLOCK_M,
+        BLOCK_N,
+        ASM,
+    )
+
+
+@triton.jit
+def _int8_tile(
+    p_codes,
+    p_token_scale,
+    p_base,
+    p_refinement,
+    p_scale,
+    p_bias,
+    p_out,
+    rows,
+    outputs,
+    o_m,
+    o_n,
+    INPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEP: tl.constexpr,
+    FINE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows `o_m` `[BLOCK_M]` of outputs `o_n` `[BLOCK_N]`, summed as `[BLOCK_N, BLOCK_M]`."""
     HALF: tl.constexpr = INPUTS // 2
     BYTES: tl.constexpr = STEP // 2
     STEPS: tl.constexpr = INPUTS // STEP
     STEPS_PER_GROUP: tl.constexpr = STEPS // GROUPS
 
-    tiles = tl.cdiv(rows, BLOCK_M)
-    o_m = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_n = (tl.program_id(0) // tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one: a clamp before the loop instead of masks inside.
     row = tl.minimum(o_m, rows - 1).to(tl.int64)
     output = tl.minimum(o_n, outputs - 1).to(tl.int64)

@@ -15,49 +15,66 @@ SCRATCH_WEIGHTS = 8 << 20
 CHUNK_OUTPUTS = 128
 # The longest run of inputs summed in integers before the group's scale is applied.
 LONGEST_STEP = 128
-# Streaming multiprocessors that tiles are spread over: an H100 or H200.
+# Multiprocessors that tiles are spread over: an H100 or H200.
 PROCESSORS = 132
+
+
+# What fills no whole tile of rows goes to a narrower one, of at least this many.
+SMALLEST_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program of the int8 kernel computes: `rows` tokens by `outputs` outputs.
+    """What one program of the int8 kernel computes: `rows` tokens by `outputs` outputs, by `warps` warps.
 
-    `warps` and `stages` are launch options. `clocks` estimates a step of 128 inputs on one processor that is kept busy
-    with such tiles; only the ratios between tiles matter.
+    `stages`: how many steps' operands are on their way or in use at a time.
     """
 
     rows: int
     outputs: int
     warps: int
     stages: int
-    clocks: int
 
 
-# Each group of four warps takes 64 outputs; none spills registers (tests compile them).
+# Every four warps take 64 outputs, which is what one instruction takes. None spills registers.
 TILES = (
-    Tile(rows=128, outputs=128, warps=8, stages=4, clocks=680),
-    Tile(rows=128, outputs=64, warps=4, stages=4, clocks=340),
-    Tile(rows=64, outputs=128, warps=8, stages=4, clocks=480),
-    Tile(rows=64, outputs=64, warps=4, stages=4, clocks=240),
-    Tile(rows=32, outputs=128, warps=8, stages=4, clocks=420),
-    Tile(rows=32, outputs=64, warps=4, stages=4, clocks=200),
+    Tile(rows=128, outputs=64, warps=4, stages=3),
+    Tile(rows=128, outputs=128, warps=8, stages=4),
+    Tile(rows=64, outputs=64, warps=4, stages=4),
+    Tile(rows=64, outputs=128, warps=8, stages=3),
+    Tile(rows=32, outputs=64, warps=4, stages=4),
+    Tile(rows=32, outputs=128, warps=8, stages=3),
 )
+
+
+def tail_rows(tile: Tile, rows: int) -> int:
+    """The rows of the last tile where it is narrower than the others: a power of two that holds the rest; else 0."""
+    rest = rows % tile.rows
+    tail = max(SMALLEST_ROWS, 1 << (rest - 1).bit_length()) if rest else 0
+    return tail if tail < tile.rows else 0
 
 
 def candidates(rows: int, outputs: int, inputs: int) -> list[Tile]:
     """The tiles worth timing for a product, best estimate first; the shape is `[rows, inputs] x [inputs, outputs]`.
 
-    Tiles that would be more than half empty are left out, except the smallest.
+    Tiles that not even one of would be filled are left out, except the smallest.
     """
-    fitting = [tile for tile in TILES if tile.rows < 2 * rows] or [TILES[-1]]
+    fitting = [tile for tile in TILES if tile.rows <= max(rows, SMALLEST_ROWS)]
     return sorted(fitting, key=lambda tile: estimate(tile, rows, outputs, inputs))
 
 
 def estimate(tile: Tile, rows: int, outputs: int, inputs: int) -> float:
-    """Clocks of a product with a tile: the fullest processor's tiles, one after another."""
-    tiles = -(-rows // tile.rows) * -(-outputs // tile.outputs)
-    return -(-tiles // PROCESSORS) * tile.clocks * (inputs / LONGEST_STEP)
+    """Clocks of a product: the instructions of all tiles spread over the processors, and half a tile of unevenness."""
+    whole = _clocks(tile.rows, tile.outputs)
+    tail = tail_rows(tile, rows)
+    column = -(-rows // tile.rows) * whole - (whole - _clocks(tail, tile.outputs) if tail else 0)
+    work = -(-outputs // tile.outputs) * column / PROCESSORS
+    return (work + whole / 2) * inputs / LONGEST_STEP
+
+
+def _clocks(rows: int, outputs: int) -> float:
+    """Clocks in which four schedulers issue one step of a tile, counted in machine code: unpacking, then scaling."""
+    return outputs / 64 * (130 + 1.2 * rows)
 
 
 def choose(rows: int, outputs: int, inputs: int, group_size: int = LONGEST_STEP) -> Path:

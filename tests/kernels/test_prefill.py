@@ -19,10 +19,11 @@ from bitnest_format.kernels.prefill_tiles import (
     chunk_outputs,
     estimate,
     step_inputs,
+    tail_rows,
 )
 
 VIEWS = ["draft", "target"]
-SMALL = Tile(rows=32, outputs=64, warps=4, stages=2, clocks=1)
+SMALL = Tile(rows=32, outputs=64, warps=4, stages=2)
 # Inputs and group size; the last has groups of a whole row, walked in steps of 32.
 GROUPS = [
     pytest.param(896, 128, id="7 groups of 128"),
@@ -199,12 +200,18 @@ def test_steps_divide_groups() -> None:
     assert [step_inputs(size) for size in (32, 64, 96, 128, 192, 4096, 11008)] == [32, 64, 32, 128, 64, 128, 128]
 
 
-def test_candidates_are_sorted_and_not_mostly_empty() -> None:
+def test_candidates_are_sorted_and_fill_a_tile() -> None:
     for rows, outputs, inputs in ((1, 64, 64), (17, 4096, 4096), (288, 12288, 4096), (4096, 22016, 4096)):
         found = candidates(rows, outputs, inputs)
         costs = [estimate(tile, rows, outputs, inputs) for tile in found]
         assert found and costs == sorted(costs)
-        assert all(tile.rows < 2 * rows or tile is TILES[-1] for tile in found)
+        assert all(tile.rows <= max(rows, 32) for tile in found)
+
+
+def test_tails_hold_what_fills_no_whole_tile() -> None:
+    wide = TILES[0]
+    sizes = (1, 32, 33, 64, 65, 128, 129, 256, 288, 300)
+    assert [tail_rows(wide, rows) for rows in sizes] == [32, 32, 64, 64, 0, 0, 32, 0, 32, 64]
 
 
 def test_chunks_cover_the_outputs_evenly() -> None:
