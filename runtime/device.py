@@ -26,10 +26,19 @@ class DeviceWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """`device`: where to allocate and compute; a GPU comes with its number. `warning`: one sentence, or None."""
+    """`device`: where to allocate and compute; a GPU comes with its number.
+
+    `reason`: why it is no GPU though one was allowed, a clause, or None. `quiet`: nobody needs to be told.
+    """
 
     device: torch.device
-    warning: str | None = None
+    reason: str | None = None
+    quiet: bool = False
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell a person, one sentence, or None."""
+        return None if self.reason is None or self.quiet else f"{self.reason}; decoding on the CPU instead"
 
 
 def choose_device(requested: str | torch.device) -> DeviceChoice:
@@ -37,7 +46,7 @@ def choose_device(requested: str | torch.device) -> DeviceChoice:
 
     `"auto"` and `"cuda"` take the first GPU that can be used, the current one before others. Where there is none the
     choice is the CPU, with a warning that says why; without one where `"auto"` finds no GPU at all. Nothing is printed:
-    the command line prints `warning` on stderr and the library passes it to `warnings.warn`, so that each says it once.
+    the command line prints `warning` on stderr, the library passes it to `warnings.warn`, so that each says it once.
 
     Raises `UsageError` for a name of another kind and for the number of a GPU that does not exist.
     """
@@ -46,8 +55,7 @@ def choose_device(requested: str | torch.device) -> DeviceChoice:
         return DeviceChoice(CPU)
     reason = _why_no_gpu()
     if reason is not None:
-        quiet = kind == "auto" and reason in (NO_GPU, NO_CUDA)
-        return DeviceChoice(CPU, None if quiet else f"{reason}; decoding on the CPU instead")
+        return DeviceChoice(CPU, reason, quiet=kind == "auto" and reason in (NO_GPU, NO_CUDA))
     count = torch.cuda.device_count()
     if number is not None and number >= count:
         raise UsageError(f"device is 'cuda:{number}', but this machine has {_list_gpus(count)}")
@@ -58,7 +66,7 @@ def choose_device(requested: str | torch.device) -> DeviceChoice:
         if obstacle is None:
             return _with_triton(candidate)
         reasons.append(obstacle)
-    return DeviceChoice(CPU, f"{'; '.join(reasons)}; decoding on the CPU instead")
+    return DeviceChoice(CPU, "; ".join(reasons))
 
 
 def gpu_obstacle(number: int) -> str | None:
@@ -136,7 +144,7 @@ def _list_gpus(count: int) -> str:
 def _with_triton(number: int) -> DeviceChoice:
     obstacle = triton_obstacle()
     if obstacle is not None:
-        return DeviceChoice(CPU, f"{obstacle}; decoding on the CPU instead")
+        return DeviceChoice(CPU, obstacle)
     return DeviceChoice(torch.device("cuda", number))
 
 

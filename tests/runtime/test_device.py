@@ -23,7 +23,6 @@ T4, PASCAL, A100, H200 = (
     ("NVIDIA H200", (9, 0)),
 )
 T4_SENTENCE = "cuda:0 (Tesla T4) has compute capability 7.5, the GPU kernels need 8.0 or newer"
-INSTEAD = "; decoding on the CPU instead"
 
 Gpu = tuple[str, tuple[int, int]]
 
@@ -79,22 +78,24 @@ def test_a_gpu_that_can_be_used(requested: str | torch.device, machine: Callable
 
 def test_without_a_gpu_auto_is_silent_and_cuda_warns(machine: Callable[..., None]) -> None:
     machine([], triton=None)
-    assert choose_device("auto") == DeviceChoice(CPU, None)
+    assert choose_device("auto") == DeviceChoice(CPU, "torch finds no GPU", quiet=True)
+    assert choose_device("auto").warning is None
     for requested in ("cuda", "cuda:1"):
-        assert choose_device(requested) == DeviceChoice(CPU, f"torch finds no GPU{INSTEAD}")
+        assert choose_device(requested) == DeviceChoice(CPU, "torch finds no GPU")
+        assert choose_device(requested).warning == "torch finds no GPU; decoding on the CPU instead"
 
 
 def test_a_torch_without_cuda(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine([])
     monkeypatch.setattr(torch.version, "cuda", None)
     assert choose_device("auto").warning is None
-    assert choose_device("cuda").warning == f"this torch is built without CUDA and finds no GPU{INSTEAD}"
+    assert choose_device("cuda").reason == "this torch is built without CUDA and finds no GPU"
 
 
 def test_a_torch_for_amd(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine([("MI300X", (9, 4))])
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    sentence = f"this torch is built for AMD GPUs, the GPU kernels need an NVIDIA GPU{INSTEAD}"
+    sentence = "this torch is built for AMD GPUs, the GPU kernels need an NVIDIA GPU"
     for requested in ("auto", "cuda"):
         assert choose_device(requested) == DeviceChoice(CPU, sentence)
 
@@ -113,7 +114,7 @@ def test_a_driver_that_torch_complains_about(machine: Callable[..., None], monke
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     sentence = (
         "torch cannot use the GPU (CUDA initialization: The NVIDIA driver on your system is too old "
-        f"(found version 11040)){INSTEAD}"
+        "(found version 11040))"
     )
     for requested in ("auto", "cuda"):
         assert choose_device(requested) == DeviceChoice(CPU, sentence)
@@ -131,7 +132,7 @@ def test_a_driver_that_torch_complains_about(machine: Callable[..., None], monke
 def test_a_gpu_that_is_too_old(gpu: Gpu, sentence: str, requested: str, machine: Callable[..., None]) -> None:
     """GP-2: the message names the capability and the alternative; nothing is compiled."""
     machine([gpu], triton=None)
-    assert choose_device(requested) == DeviceChoice(CPU, f"{sentence}{INSTEAD}")
+    assert choose_device(requested) == DeviceChoice(CPU, sentence)
 
 
 def test_a_second_gpu(machine: Callable[..., None]) -> None:
@@ -145,11 +146,10 @@ def test_a_second_gpu(machine: Callable[..., None]) -> None:
 def test_the_first_gpu_that_can_be_used_is_taken(machine: Callable[..., None]) -> None:
     machine([T4, A100])
     assert choose_device("auto") == choose_device("cuda") == DeviceChoice(torch.device("cuda:1"), None)
-    assert choose_device("cuda:0") == DeviceChoice(CPU, f"{T4_SENTENCE}{INSTEAD}")
+    assert choose_device("cuda:0") == DeviceChoice(CPU, T4_SENTENCE)
     machine([T4, PASCAL])
-    assert choose_device("auto").warning == (
+    assert choose_device("auto").reason == (
         f"{T4_SENTENCE}; cuda:1 (GeForce GTX 1080) has compute capability 6.1, the GPU kernels need 8.0 or newer"
-        f"{INSTEAD}"
     )
 
 
@@ -189,7 +189,7 @@ def test_triton_that_cannot_be_used(
     triton: str | Exception | None, sentence: str, requested: str, machine: Callable[..., None]
 ) -> None:
     machine([H200], triton=triton)
-    assert choose_device(requested) == DeviceChoice(CPU, f"{sentence}{INSTEAD}")
+    assert choose_device(requested) == DeviceChoice(CPU, sentence)
 
 
 def test_triton_that_is_broken(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,9 @@ def test_triton_that_is_broken(machine: Callable[..., None], monkeypatch: pytest
         raise ImportError("libtriton.so: cannot open shared object file", name="triton._C.libtriton")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert choose_device("cuda").warning == (
+    assert choose_device("cuda").reason == (
         "triton cannot be imported (libtriton.so: cannot open shared object file), and the GPU kernels need it "
-        f"(pip install 'triton>=3.6'){INSTEAD}"
+        "(pip install 'triton>=3.6')"
     )
 
 
@@ -209,13 +209,13 @@ def test_triton_is_not_loaded_where_there_is_no_gpu() -> None:
     code = (
         "import sys\n"
         "from bitnest_format.runtime.device import choose_device\n"
-        "print(choose_device('auto'), choose_device('cuda').device, 'triton' in sys.modules)"
+        "print(choose_device('auto').warning, choose_device('cuda').device, 'triton' in sys.modules)"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, encoding="utf-8", env=environment, check=True
     )
-    assert done.stdout == "DeviceChoice(device=device(type='cpu'), warning=None) cpu False\n"
+    assert done.stdout == "None cpu False\n"
 
 
 def test_warn_once(machine: Callable[..., None]) -> None:
@@ -226,7 +226,7 @@ def test_warn_once(machine: Callable[..., None]) -> None:
 
     with pytest.warns(DeviceWarning) as caught:
         load()
-    assert [str(warning.message) for warning in caught] == [f"{T4_SENTENCE}{INSTEAD}"]
+    assert [str(warning.message) for warning in caught] == [f"{T4_SENTENCE}; decoding on the CPU instead"]
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
