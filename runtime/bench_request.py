@@ -136,6 +136,6 @@ def find_gpu(device: str) -> torch.device:
     """The GPU called `device`. Raises `GenerationError` saying why there is none."""
     choice = choose_device(device)
     if choice.device.type != "cuda":
-        reason = (choice.warning or "the CPU was asked for").partition(";")[0]
+        reason = choice.reason or f"--device is {device}"
         raise GenerationError(f"bench needs a GPU: {reason}. Use --simulate MACHINE for a prediction.")
     return choice.device

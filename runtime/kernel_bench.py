@@ -27,11 +27,6 @@ class TimedKernel:
     launch: Callable[[int], None]
 
 
-def copies_for(read: int) -> int:
-    """How many copies of `read` bytes fill the rotation."""
-    return max(2, -(-ROTATION_BYTES // max(read, 1)))
-
-
 def time_kernels(
     kernels: Iterable[TimedKernel], instruments: Instruments, ceiling: float, repeats: int
 ) -> list[dict[str, Any]]:

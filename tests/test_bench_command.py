@@ -21,7 +21,7 @@ def invoke(monkeypatch):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    choice = DeviceChoice(CPU, "torch finds no GPU; decoding on the CPU instead")
+    choice = DeviceChoice(CPU, "torch finds no GPU")
     monkeypatch.setattr(bench_request, "choose_device", lambda requested: choice)
 
 

@@ -13,7 +13,7 @@ from bitnest_format.errors import GenerationError, UsageError
 from bitnest_format.runtime import bench as bench_module
 from bitnest_format.runtime import bench_report
 from bitnest_format.runtime.bench import Bench, check_memory, measure, simulate
-from bitnest_format.runtime.kernel_bench import TimedKernel, copies_for, time_kernels
+from bitnest_format.runtime.kernel_bench import TimedKernel, time_kernels
 from bitnest_format.runtime.kv_cache import KvSettings
 from bitnest_format.runtime.machines import MACHINES
 from bitnest_format.runtime.shapes import shape_config
@@ -303,11 +303,6 @@ def test_single_kernels_rotate_over_their_copies():
     assert len(row["blocks"]) == 3
     document = run(make_bench())[0] | {"results": [], "kernels": [row]}
     assert "linear  10.00     9.00   900  20" in bench_report.render(document)
-
-
-def test_rotation_fills_more_than_a_cache():
-    assert copies_for(9_000_000) * 9_000_000 > 200e6
-    assert copies_for(500_000_000) == 2
 
 
 def test_nvml_that_is_missing_is_a_note(monkeypatch):
