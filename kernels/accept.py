@@ -4,7 +4,8 @@ One program each: it merges the head's blocks for all rows at once, then every t
 Twins with the same names, arguments and results, which define them: `plain_accept`.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 

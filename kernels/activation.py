@@ -8,7 +8,8 @@ beside it: programs of different rows share nothing.
 Twins with the same names, arguments and results: `plain_activation`, which also says what is exact.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 

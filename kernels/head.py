@@ -8,7 +8,8 @@ weights are fetched before the wait for the hidden row.
 Twins with the same names, arguments and results: `plain_head`.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, check-untyped-defs=False
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def _head_kernel(
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+def _zeros(ROWS, TOKENS, WARPS):
     """A sum of zero for each row, of every thread and token."""
     sums = ()
     for _ in tl.static_range(ROWS):
@@ -166,17 +167,7 @@ def _accumulate(
 
 
 @triton.jit
-def _accumulate_four(
-    sums,
-    weight,
-    p_x,
-    first,
-    LANE_COLUMNS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+def _accumulate_four(sums, weight, p_x, first, LANE_COLUMNS, COLUMNS, ROWS, TOKENS, WARPS):
     """The same for four columns of each lane, `weight` `[T, W, L, 4]`."""
     even, odd = tl.split(tl.reshape(weight, [TOKENS, WARPS, _LANES, 2, 2]))
     weight0, weight2 = tl.split(even)

@@ -4,7 +4,8 @@ A logit and its token become one int64 whose order is that order, so that a maxi
 both, whatever it is grouped by.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
