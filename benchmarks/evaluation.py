@@ -11,7 +11,8 @@ tokenizer joins and splits newlines before digits otherwise than SmolLM2's own: 
 a little, so compare only figures of the same ids.
 
 Weights are dequantized and multiplied in float32; each token's inputs to the seven linear layers of a decoder
-layer are rounded to symmetric INT8 first. That is the arithmetic of an integer kernel up to the order of sums.
+layer, and to a nested head, are rounded to symmetric INT8 first. That is the arithmetic of an integer kernel up to the
+order of sums. Plain W8A8 quantizes the modules that the checkpoint quantizes.
 
     python benchmarks/evaluation.py extract --tokenizer FOLDER_OR_GGUF --out tokens.json
     python benchmarks/evaluation.py evaluate CHECKPOINT --tokens tokens.json --source FOLDER_OR_GGUF
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, LINEARS, read_architecture
+from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, HEAD_MODULE, LINEARS, read_architecture
 
 if TYPE_CHECKING:
     from bitnest_format.converters.rotation import Rotation
@@ -293,7 +294,8 @@ class View:
     def with_linears(self, weights: Mapping[str, Tensor], activation_bits: int | None = 8) -> View:
         """Another view of the same model: its linear layers' weights from `weights`, all else shared.
 
-        Only `<module>.weight` of the seven linear layers is read. The model grows; this view stays as it is.
+        Only `<module>.weight` of the seven linear layers, and of a nested head, is read. The model grows; this view
+        stays as it is.
         """
         for name, layer in _linears(self.model):
             weight = weights[f"{name}.weight"]
@@ -308,11 +310,13 @@ def fake_quant_model(
     device: str = "cpu",
     activation_bits: int | None = 8,
     dtype: torch.dtype = torch.float32,
+    nested_head: bool = False,
 ) -> View:
     """A transformers causal LM with these weights, whose linear layers see rounded inputs.
 
     `config` is a parsed `config.json`; `weights` holds every tensor by its checkpoint name, already dequantized.
     Embeddings are tied where `lm_head.weight` is absent. `activation_bits=None` leaves inputs as they are.
+    `nested_head`: the head is one of the linear layers.
 
     Raises `ValueError` naming tensors that are missing or that the architecture does not have.
     """
@@ -333,6 +337,8 @@ def fake_quant_model(
             block, _, leaf = name.rpartition(".")
             linear = layer.get_submodule(name)
             setattr(layer.get_submodule(block), leaf, _Linear(linear.weight, linear.bias, selected))
+    if nested_head:
+        model.lm_head = _Linear(model.lm_head.weight, None, selected)
     return View(model, selected, 0)
 
 
@@ -349,13 +355,14 @@ def fake_quantize(x: Tensor, bits: int = 8) -> Tensor:
 def plain_w8(weights: Mapping[str, Tensor], group_size: int | Mapping[str, int]) -> dict[str, Tensor]:
     """The baseline: linear weights rounded to the nearest of symmetric INT8 with one scale per group of inputs.
 
-    `scale = max|w| / 127` in float32. `group_size` is one number or one per module name. Returns a new
-    dictionary; tensors other than the linear layers' weights are the same objects.
+    `scale = max|w| / 127` in float32. `group_size` is one number for the seven linear layers of every decoder layer, or
+    one per name of a module to be rounded. Returns a new dictionary; other tensors are the same objects.
     """
     result = dict(weights)
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        if not module.endswith(LINEARS) or not name.endswith(".weight"):
+        rounded = module.endswith(LINEARS) if isinstance(group_size, int) else module in group_size
+        if not rounded or not name.endswith(".weight"):
             continue
         size = group_size if isinstance(group_size, int) else group_size[module]
         groups = weight.float().reshape(weight.shape[0], -1, size)
@@ -508,7 +515,10 @@ def load_views(folder: Path, device: str = "cpu", activation_bits: int | None = 
             shared[f"{module}.bias"] = nested.bias.float()
         weights["draft"][f"{module}.weight"] = in_source_order(nested.dequantize("draft"), nested.permutation)
         weights["target"][f"{module}.weight"] = in_source_order(nested.dequantize("target"), nested.permutation)
-    target = fake_quant_model(checkpoint.config, shared | weights["target"], device, activation_bits)
+    nested_head = HEAD_MODULE in checkpoint.manifest.modules
+    target = fake_quant_model(
+        checkpoint.config, shared | weights["target"], device, activation_bits, nested_head=nested_head
+    )
     return target.with_linears(weights["draft"], activation_bits), target
 
 
@@ -586,7 +596,10 @@ def _reference_views(folder: Path, source: Path, rotation_file: Path | None, dev
         rotation = make_rotation(record["kind"], rotation_file, record["seed"] or 0, read_architecture(config))
         weights = rotated(config, weights, rotation) if rotation is not None else weights
     group_sizes = {name: module.group_size for name, module in manifest.modules.items()}
-    full = fake_quant_model(config, weights, device, activation_bits=None)
+    nested_head = HEAD_MODULE in group_sizes
+    if nested_head and HEAD not in weights:
+        weights[HEAD] = weights[EMBEDDING]
+    full = fake_quant_model(config, weights, device, activation_bits=None, nested_head=nested_head)
     return full, full.with_linears(plain_w8(weights, group_sizes))
 
 

@@ -266,19 +266,21 @@ def test_first_prefixes_skips_short_messages(evaluation: ModuleType) -> None:
         evaluation.first_prefixes(messages, (4, 2))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("model_type", "nested_head"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)]
+)
 def test_load_views_rebuilds_both_weights(
-    evaluation: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path, model_type: str
+    evaluation: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path, model_type: str, nested_head: bool
 ) -> None:
     from bitnest_format.checkpoint import Checkpoint
 
-    folder = tiny_checkpoint(tmp_path / "nested", model_type=model_type)
+    folder = tiny_checkpoint(tmp_path / "nested", model_type=model_type, nested_head=nested_head)
     draft, target = evaluation.load_views(folder)
-    name = "model.layers.1.mlp.down_proj"
-    stored = Checkpoint(folder).weight(name)
-    for view, kind in ((draft, "draft"), (target, "target")):
-        weight = view.model.get_submodule(name).weights[view.index]
-        assert torch.equal(weight, stored.dequantize(kind))
+    for name in ("model.layers.1.mlp.down_proj", *(["lm_head"] if nested_head else [])):
+        stored = Checkpoint(folder).weight(name)
+        for view, kind in ((draft, "draft"), (target, "target")):
+            weight = view.model.get_submodule(name).weights[view.index]
+            assert torch.equal(weight, stored.dequantize(kind))
     assert not torch.equal(draft(tokens_of(1, 5)), target(tokens_of(1, 5)))
 
 
@@ -297,23 +299,63 @@ def test_evaluate_checkpoint_gives_a_row_per_model(
     assert evaluation.format_table(rows).count("\n") == 3
 
 
-@pytest.mark.parametrize("rotation", ["none", "random"])
-def test_evaluate_checkpoint_adds_the_source_and_plain_w8a8(
-    evaluation: ModuleType, tiny_model: Callable[..., Any], tmp_path: Path, rotation: str
+def test_views_with_a_nested_head_agree_with_the_runtime(
+    evaluation: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
+    from bitnest_format.runtime.generate import NestedModel
+
+    folder = tiny_checkpoint(tmp_path / "nested", nested_head=True)
+    runtime = NestedModel.open(folder)
+    tokens = tokens_of(1, 24)
+    draft, target = evaluation.load_views(folder)
+
+    def error(view: Any, kind: str) -> float:
+        expected = runtime.logits(tokens[0].tolist(), kind)
+        return float((view(tokens)[0] - expected).norm() / expected.norm())
+
+    # The runtime's cache is rounded too.
+    assert error(draft, "draft") < 0.05 and error(target, "target") < 0.05
+    assert error(draft, "target") > 0.1
+
+
+def convert_by_rounding(model: tuple[Any, dict[str, Tensor]], folder: Path, **options: Any) -> Path:
+    """Write `model` to `folder / "source"` and convert it to `folder / "nested"`; returns the source's folder."""
     from safetensors.torch import save_file
 
     from bitnest_format.converters.options import ConvertOptions
     from bitnest_format.converters.pipeline import convert
     from bitnest_format.converters.sources import open_source
 
-    config, tensors = tiny_model()
-    source = tmp_path / "source"
+    config, tensors = model
+    source = folder / "source"
     source.mkdir()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    options = ConvertOptions(base="rtn", refinement="closed", base_bound=None, rotation=rotation)
-    convert(open_source(source), tmp_path / "nested", options)
+    rounding = ConvertOptions(base="rtn", refinement="closed", base_bound=None, **options)
+    convert(open_source(source), folder / "nested", rounding)
+    return source
+
+
+def test_plain_w8a8_of_a_tied_source_rounds_a_nested_head(
+    evaluation: ModuleType, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    config, tensors = tiny_model(tied=True)
+    source = convert_by_rounding((config, tensors), tmp_path, rotation="none", quantize_lm_head=True)
+    full, baseline = evaluation._reference_views(tmp_path / "nested", source, None, "cpu")
+    weights = full.model.lm_head.weights
+    embedding = tensors["model.embed_tokens.weight"].float()
+    assert torch.equal(full.model.model.embed_tokens.weight, embedding)
+    assert torch.equal(weights[full.index], embedding)
+    rounded = evaluation.plain_w8({"lm_head.weight": embedding}, {"lm_head": 128})["lm_head.weight"]
+    assert torch.equal(weights[baseline.index], rounded) and not torch.equal(rounded, embedding)
+
+
+@pytest.mark.parametrize(("rotation", "nested_head"), [("none", False), ("random", False), ("random", True)])
+def test_evaluate_checkpoint_adds_the_source_and_plain_w8a8(
+    evaluation: ModuleType, tiny_model: Callable[..., Any], tmp_path: Path, rotation: str, nested_head: bool
+) -> None:
+    config, tensors = tiny_model()
+    source = convert_by_rounding((config, tensors), tmp_path, rotation=rotation, quantize_lm_head=nested_head)
     ids = tokens_of(2, 40)
     tokens = evaluation.Tokens(calibration=ids, chat=ids, code=ids[:, :20], prefixes=ids[:, :8])
 
