@@ -102,18 +102,19 @@ def _head_kernel(
     # Tokens past the vocabulary read its last row again.
     o_row = tl.minimum(block * TOKENS + tl.arange(0, TOKENS), vocabulary - 1).to(tl.int64) * COLUMNS
     p_rows = p_weight + o_row[:, None] + o_column[None, :]
-    m_first = (o_column < COLUMNS)[None, :]
-    weight = tl.load(p_rows, mask=m_first, other=0.0, eviction_policy="evict_first")
+    even = _load_step(p_rows, o_column, 0, COLUMNS)
+    odd = _load_step(p_rows, o_column, STEP, COLUMNS)
     wait_for_inputs(PDL)
     # One copy of the hidden numbers for each warp, so that no thread fetches them from another.
     p_x = p_hidden + tl.zeros([WARPS, 1], tl.int32)
     sums = _zeros(ROWS, PER_THREAD, WARPS)
-    for first in range(0, COLUMNS, STEP):
-        following = first + STEP
-        m_next = (following + o_column < COLUMNS)[None, :]
-        next_weight = tl.load(p_rows + following, mask=m_next, other=0.0, eviction_policy="evict_first")
-        sums = _accumulate(sums, weight, p_x, first, COLUMNS, ROWS, PER_THREAD, WARPS, VECTOR)
-        weight = next_weight
+    # Two steps at once: each one's registers are filled again as soon as they were used, two steps ahead. A step past
+    # the last column adds zeros.
+    for first in range(0, COLUMNS, 2 * STEP):
+        sums = _accumulate(sums, even, p_x, first, COLUMNS, ROWS, PER_THREAD, WARPS, VECTOR)
+        even = _load_step(p_rows, o_column, first + 2 * STEP, COLUMNS)
+        sums = _accumulate(sums, odd, p_x, first + STEP, COLUMNS, ROWS, PER_THREAD, WARPS, VECTOR)
+        odd = _load_step(p_rows, o_column, first + 3 * STEP, COLUMNS)
     o_token = block * TOKENS + tl.arange(0, PER_THREAD)[:, None] * WARPS + tl.arange(0, WARPS)[None, :]
     inside = o_token < vocabulary
     if p_logits is not None:
@@ -130,6 +131,13 @@ def _head_kernel(
         p_best = o_best.to(tl.int64) * best_stride + block
         tl.store(p_value + p_best, ranked_value(best), mask=o_best < ROWS)
         tl.store(p_index + p_best, ranked_token(best), mask=o_best < ROWS)
+
+
+@triton.jit
+def _load_step(p_rows, o_column, first, COLUMNS: tl.constexpr):
+    """Weights of all tokens from column `first` on, read once and not kept in the caches; zeros past the end."""
+    mask = (o_column + first < COLUMNS)[None, :]
+    return tl.load(p_rows + first, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -173,7 +181,7 @@ def _accumulate_four(sums, weight, p_x, first, LANE_COLUMNS, COLUMNS, ROWS, TOKE
     weight0, weight2 = tl.split(even)
     weight1, weight3 = tl.split(odd)
     o_four = tl.arange(0, _LANES * 4)
-    o_column = (first + (o_four // 4) * LANE_COLUMNS + o_four % 4)[None, :]
+    o_column = ((o_four // 4) * LANE_COLUMNS + o_four % 4 + first)[None, :]
     added = ()
     for row in tl.static_range(ROWS):
         x = tl.load(p_x + row * COLUMNS + o_column, mask=o_column < COLUMNS, other=0.0)
