@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from bitnest_format import nesting, packing
-from bitnest_format.kernels.operands import Activations, DualPlaneWeight
+from bitnest_format.kernels.operands import Activations, DualPlaneWeight, View
 from bitnest_format.kernels.prefill_tiles import Tile, choose, chunk_outputs
 from bitnest_format.kernels.reference import lm_head
-from bitnest_format.kernels.reference_linear import View, nested_linear, prepare_linear
+from bitnest_format.kernels.reference_linear import nested_linear, prepare_linear
 
 LARGEST_HALF = 65504.0
 

@@ -4,8 +4,8 @@ Two ways, of which `prefill_tiles.choose` takes the faster:
 
 - `linear_int8` multiplies the planes themselves on the tensor cores. Weights are the left operand, `out.T = W x.T`: on
   compute capability 9.0 that operand may come from registers, so packed bytes go from shared memory into registers in
-  the order that the instruction wants, are unpacked there at 2 to 3 instructions for four weights, and never return to
-  shared memory. A step takes the even inputs of some bytes, then their odd ones, as activations lie.
+  the order that the instruction wants, are unpacked there at one instruction a weight, and never return to shared
+  memory. A step takes the even inputs of some bytes, then their odd ones, as activations lie.
 - `linear_by_dequantize` turns some outputs at a time into float16 and leaves the product to the library. The chunk is
   read again while it lies in the second-level cache, so memory sees the planes once and nothing else.
 
@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bitnest_format.kernels.launch import features
-from bitnest_format.kernels.operands import Activations, DualPlaneWeight
+from bitnest_format.kernels.operands import Activations, DualPlaneWeight, View
 from bitnest_format.kernels.prefill_tiles import Tile, candidates, choose, chunk_outputs, step_inputs, tail_rows
 from bitnest_format.kernels.primitives import release_dependents, wait_for_inputs
-from bitnest_format.kernels.reference_linear import View
 
-DEQUANTIZE_BLOCK = 4096
+# Weights of one program.
+DEQUANTIZE_BLOCK = 8192
 FINISH_BLOCK = 1024
 LARGEST_HALF = tl.constexpr(65504.0)
 
@@ -114,6 +114,7 @@ def linear_int8(
     """
     tile = tile or candidates(rows, weight.outputs, weight.inputs)[0]
     use = features(out.device)
+    step = step_inputs(weight.group_size)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.outputs, tile.outputs),)
     base = weight.base.view(torch.uint8)
     _int8_kernel[grid](
@@ -128,13 +129,15 @@ def linear_int8(
         weight.outputs,
         INPUTS=weight.inputs,
         GROUPS=weight.scale.shape[1],
-        STEP=step_inputs(weight.group_size),
+        STEP=step,
         FINE=view == "target",
         BIAS=weight.bias is not None,
         ADD=add,
         BLOCK_M=tile.rows,
         TAIL=tail_rows(tile, rows),
         BLOCK_N=tile.outputs,
+        # Half a step of 32 is too short for a product.
+        JOIN=step < 64 or _joins(),
         ASM=use.asm,
         PDL=use.pdl,
         num_warps=tile.warps,
@@ -157,6 +160,16 @@ def _refinement(weight: DualPlaneWeight) -> Tensor:
     if weight.refinement is None:
         raise ValueError("the target view needs the refinement plane")
     return weight.refinement
+
+
+def _joins() -> bool:
+    """Whether even and odd inputs are best one product.
+
+    So it is where that product takes weights from registers as they are (compute capability 9.x). Elsewhere Triton
+    takes a joined operand for one of 4-bit numbers and shuffles bytes; two products add to the same integers.
+    """
+    target = tl.target_info.current_target()
+    return target is not None and target.arch // 10 == 9
 
 
 def _half_product(codes: Tensor, weights: Tensor) -> Tensor:
@@ -196,8 +209,8 @@ def _dequantize_kernel(
         low = b_refinement & 0x0F0F0F0F
         high = (b_refinement >> 4) & 0x0F0F0F0F
     else:
-        low = tl.full([BLOCK_N, BLOCK_W], 0x08080808, tl.int32)
-        high = low
+        low = 0x08080808
+        high = 0x08080808
     even = _four_halves(((b_base & 0x0F0F0F0F) << 4) | low, b_scale, BLOCK_N, BLOCK_W)
     odd = _four_halves((b_base & -0x0F0F0F10) | high, b_scale, BLOCK_N, BLOCK_W)
     o_i = tl.program_id(1) * BLOCK_W * 4 + tl.arange(0, BLOCK_W * 4)
@@ -269,6 +282,7 @@ def _int8_kernel(
     BLOCK_M: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    JOIN: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -301,6 +315,7 @@ def _int8_kernel(
                 ADD,
                 TAIL,
                 BLOCK_N,
+                JOIN,
                 ASM,
             )
             return
@@ -325,6 +340,7 @@ def _int8_kernel(
         ADD,
         BLOCK_M,
         BLOCK_N,
+        JOIN,
         ASM,
     )
 
@@ -350,6 +366,7 @@ def _int8_tile(
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    JOIN: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Rows `o_m` `[BLOCK_M]` of outputs `o_n` `[BLOCK_N]`, summed as `[BLOCK_N, BLOCK_M]`."""
@@ -362,9 +379,12 @@ def _int8_tile(
     row = tl.minimum(o_m, rows - 1).to(tl.int64)
     output = tl.minimum(o_n, outputs - 1).to(tl.int64)
     o_k = tl.arange(0, BYTES)
-    o_i = tl.arange(0, STEP)
-    o_codes = o_i % BYTES + (o_i // BYTES) * HALF
-    p_codes += (row * INPUTS)[None, :] + o_codes[:, None]  # [STEP, BLOCK_M]
+    if JOIN:
+        o_i = tl.arange(0, STEP)
+        o_codes = o_i % BYTES + (o_i // BYTES) * HALF
+    else:
+        o_codes = o_k
+    p_codes += (row * INPUTS)[None, :] + o_codes[:, None]  # [STEP or BYTES, BLOCK_M]
     o_weight = (output * HALF)[:, None] + o_k[None, :]  # [BLOCK_N, BYTES]
     p_base += o_weight
     p_refinement += o_weight
@@ -377,11 +397,15 @@ def _int8_tile(
         base = tl.load(p_base)
         refinement = tl.load(p_refinement) if FINE else base
         next_scale = tl.load(p_scale + tl.minimum((step + 1) // STEPS_PER_GROUP, GROUPS - 1)).to(tl.float32)
-        inputs = tl.load(p_codes)
-        pair = tl.join(_low(base, refinement, FINE, ASM), _high(base, refinement, FINE, ASM))
-        # Even inputs, then odd ones: in registers only the numbering of what a thread holds.
-        codes = tl.reshape(tl.permute(pair, (0, 2, 1)), [BLOCK_N, STEP])
-        sums = tl.dot(codes, inputs, out_dtype=tl.int32)
+        even = _low(base, refinement, FINE, ASM)
+        odd = _high(base, refinement, FINE, ASM)
+        if JOIN:
+            # Even inputs, then odd ones: in registers only the numbering of what a thread holds.
+            codes = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [BLOCK_N, STEP])
+            sums = tl.dot(codes, tl.load(p_codes), out_dtype=tl.int32)
+        else:
+            sums = tl.dot(even, tl.load(p_codes), out_dtype=tl.int32)
+            sums = tl.dot(odd, tl.load(p_codes + HALF), acc=sums, out_dtype=tl.int32)
         total = tl.fma(sums.to(tl.float32), tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), total)
         scale = next_scale
         p_base += BYTES

@@ -100,11 +100,13 @@ def test_dequantized_columns_stand_as_activation_codes() -> None:
     assert torch.equal(product, in_order @ packing.unpack(weight.base).double().T * 0.125)
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["two products", "joined"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(("inputs", "group_size"), GROUPS)
-def test_linear_int8(inputs: int, group_size: int, view: str) -> None:
-    weight, acts = _weight(72, inputs, group_size), _activations(33, inputs)
-    expected, found = _out(33, 72), _out(33, 72)
+def test_linear_int8(inputs: int, group_size: int, view: str, joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_joins", lambda: joins)
+    weight, acts = _weight(65, inputs, group_size), _activations(33, inputs)
+    expected, found = _out(33, 65), _out(33, 65)
     plain_prefill.linear_int8(acts, weight, view, expected, 33, add=False)
     prefill.linear_int8(acts, weight, view, found, 33, add=False, tile=SMALL)
     _close(found, expected)
@@ -125,7 +127,7 @@ def test_linear_int8_epilogues(scale_type: torch.dtype, bias: bool, add: bool) -
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.outputs}")
 def test_linear_int8_is_the_same_for_every_tile_and_number_of_rows(tile: Tile) -> None:
-    weight, acts = _weight(136, 256, 64), _activations(144, 256)
+    weight, acts = _weight(136, 128, 64), _activations(144, 128)
     expected, found = _out(144, 136), _out(144, 136)
     prefill.linear_int8(acts, weight, "target", expected, 144, add=False, tile=SMALL)
     prefill.linear_int8(acts, weight, "target", found, 129, add=False, tile=tile)
