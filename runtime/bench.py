@@ -42,15 +42,19 @@ SUSPICIOUS_ERRORS = 5.0
 
 
 class Engine(Protocol):
-    """One mode of decoding, ready to replay. `node_counts`: graph nodes of a draft's or verify's layer and tail, as
-    `draft_layer`, `draft_tail` and so on. `memory_bytes`: weights, cache, workspace.
-    """
+    """One mode of decoding, ready to replay."""
 
-    mode: str
-    gamma: int
-    capacity: int
-    node_counts: Mapping[str, float]
-    memory_bytes: Mapping[str, int]
+    @property
+    def mode(self) -> str:
+        """One of `MODES`."""
+
+    @property
+    def node_counts(self) -> Mapping[str, float]:
+        """Graph nodes of a layer, as `draft_layer` and `verify_layer`, and around the layers, as `draft_tail`."""
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Weights, cache and other buffers."""
 
     def set_context(self, length: int) -> None:
         """Fill the cache with random entries up to `length` and let every round start there."""
@@ -62,7 +66,9 @@ class Engine(Protocol):
         """Enqueue whole rounds: of one step each where nothing is drafted."""
 
     def replay_phase(self, phase: str, times: int) -> None:
-        """Enqueue `draft` (one draft step) or `verify` (one pass over gamma + 1 rows) alone; the position stays."""
+        """Enqueue `draft` (one draft step) or `verify` (a pass over gamma + 1 rows, over one where nothing is drafted)
+        alone; the position stays.
+        """
 
     def counters(self) -> Mapping[str, int]:
         """`rounds`, `committed`, `drafted`, `accepted` so far. Waits for the device."""
@@ -114,8 +120,8 @@ class Bench:
         return read_architecture(self.config)
 
     def fine_from(self, context: int) -> int:
-        """The first cache entry that drafts read at KV8."""
-        return self.kv.draft_fine_from(context, keep_decoded=False)
+        """The first cache entry that drafts read at KV8, in the first draft step of a round."""
+        return self.kv.draft_fine_from(context + 1, keep_decoded=False)
 
     def capacity(self, context: int) -> int:
         """Cache entries that engines need at a context."""
@@ -354,6 +360,9 @@ class _Run:
         """Run a little, then choose how many rounds fill a block."""
         self.start()
         self._replay(WARM_UP_ROUNDS)
+        for phase in self.phases or ("verify",):
+            # Captured here, so that its nodes are counted and its first replay is not timed.
+            self.engine.replay_phase(phase, 1)
         per_round = self._replay(WARM_UP_ROUNDS) / WARM_UP_ROUNDS
         if self.bench.text is None:
             self.rounds = min(max(WARM_UP_ROUNDS, math.ceil(BLOCK_SECONDS / per_round)), MOST_ROUNDS)
@@ -458,8 +467,8 @@ def byte_parts(read: StepBytes) -> dict[str, int]:
 
 
 def with_speedups(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row with how much faster it is than fp16 and W8A8 at the same context; None where those were not run."""
-    speeds = {(row["context"], row["mode"]): row["tokens_per_second"] for row in results}
+    """Each row with how much faster it is than fp16 and W8A8 at the same context; None where those do not run."""
+    speeds = {(row["context"], row["mode"]): row["tokens_per_second"] for row in results if row["fits"]}
     rows = []
     for row in results:
         speedups = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,8 @@ def draw(document: Mapping[str, Any], path: Path) -> str | None:
         rows = [row for row in document["results"] if row["mode"] == mode and row["fits"]]
         contexts = [row["context"] for row in rows]
         left.plot(contexts, [row["tokens_per_second"] for row in rows], marker="o", label=MODE_LABELS[mode])
-        speedups = [row["speedup"]["over_half"] for row in rows]
-        if None not in speedups:
-            right.plot(contexts, speedups, marker="o", label=MODE_LABELS[mode])
+        speedups = [math.nan if row["speedup"]["over_half"] is None else row["speedup"]["over_half"] for row in rows]
+        right.plot(contexts, speedups, marker="o", label=MODE_LABELS[mode])
     for axes, label in ((left, "tokens/s"), (right, "times fp16")):
         axes.set(xscale="log", xlabel="context, tokens", ylabel=label)
         axes.set_xticks(document["settings"]["contexts"], [str(c) for c in document["settings"]["contexts"]])
@@ -109,7 +109,7 @@ def _phase_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
             cells = [str(row["context"]), MODE_LABELS[row["mode"]], name, f"{1e3 * phase['seconds']:.3f}"]
             cells += [f"{read[part] / 1e9:.2f}" for part in ("total", "linears", "head", "cache")]
             cells += [f"{phase['bytes_per_second'] / 1e9:.0f}", f"{100 * phase['share_of_read_ceiling']:.0f}"]
-            layer = nodes.get(f"{name}_layer", nodes.get("verify_layer" if row["mode"] == "target" else "step_layer"))
+            layer = nodes.get("draft_layer" if name == "draft" else "verify_layer")
             rows.append([*cells, _number(layer, "g")])
     return table(header, rows)
 

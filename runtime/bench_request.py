@@ -11,12 +11,13 @@ import torch
 from bitnest_format.architecture import HEAD_MODULE
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.errors import GenerationError, UsageError
+from bitnest_format.runtime import engine
 from bitnest_format.runtime.bench import Bench, Engine, describe, measure, simulate
 from bitnest_format.runtime.byte_model import Storage
 from bitnest_format.runtime.device import choose_device
 from bitnest_format.runtime.instruments import GpuInstruments
 from bitnest_format.runtime.kernel_bench import time_kernels
-from bitnest_format.runtime.kv_cache import KvSettings
+from bitnest_format.runtime.kv_cache import RECENT, KvSettings
 from bitnest_format.runtime.machines import find_machine
 from bitnest_format.runtime.shapes import shape_config
 from bitnest_format.runtime.synthetic_acceptance import Definition, SyntheticAcceptance
@@ -49,7 +50,6 @@ def make_request(
     Without a rate a checkpoint decodes `text`; a shape, and whatever is `stated` (a prediction), gets
     `DEFAULT_ACCEPTANCE`. Raises `UsageError` for values outside their range.
     """
-    kv = {"draft_switch_length": kv_switch, "recent": recent}
     if acceptance is None and (folder is None or stated):
         acceptance = DEFAULT_ACCEPTANCE
     storage = Storage(head="nested" if quantized_head else "half")
@@ -72,7 +72,10 @@ def make_request(
         acceptance=None if acceptance is None else SyntheticAcceptance(acceptance, acceptance_of, gamma),
         text=ids,
         storage=storage,
-        kv=KvSettings(**{name: value for name, value in kv.items() if value is not None}),
+        kv=KvSettings(
+            draft_switch_length=engine.SWITCH_LENGTH if kv_switch is None else kv_switch,
+            recent=RECENT if recent is None else recent,
+        ),
         repeats=repeats,
         command=command,
     )
@@ -101,8 +104,6 @@ def run(bench: Bench, folder: Path | None, device: str) -> dict[str, Any]:
     instruments = GpuInstruments(find_gpu(device))
 
     def build(capacity: int) -> Mapping[str, Engine]:
-        from bitnest_format.runtime import engine
-
         acceptance = None if bench.acceptance is None else bench.acceptance.per_token
         common: dict[str, Any] = {
             "modes": bench.modes,

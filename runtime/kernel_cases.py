@@ -247,10 +247,10 @@ def _nested_head(
         ("target", 1, both_bytes),
         ("target", verify, both_bytes),
     )
+    best = _best(verify, dual_plane.argmax_blocks(vocabulary), device)
     for view, rows, read in steps:
-        best = _best(verify, -(-vocabulary // dual_plane.argmax_block(weights[0], view)), device)
 
-        def launch(copy: int, view: View = view, rows: int = rows, best: Best = best) -> None:
+        def launch(copy: int, view: View = view, rows: int = rows) -> None:
             dual_plane.dual_plane_argmax(acts, weights[copy], view, best, rows)
 
         yield TimedKernel(f"head {view} M={rows}", read, len(weights), launch)

@@ -59,7 +59,7 @@ def test_contexts_heads_and_files(invoke, tmp_path):
     assert document["settings"]["contexts"] == [2048, 8192, 3000]
     assert document["settings"]["modes"] == ["target", "nested"]
     assert document["settings"]["head"] == "nested"
-    assert document["settings"]["draft_reads_kv8_from"] == {"2048": 0, "8192": 8064, "3000": 0}
+    assert document["settings"]["draft_reads_kv8_from"] == {"2048": 0, "8192": 8065, "3000": 0}
     assert document["results"][0]["speedup"] == {"over_half": None, "over_target": 1.0}
     assert document["acceptance"]["given"] == 0.95
 

@@ -155,7 +155,7 @@ def test_modes_take_turns():
     _, log = run(make_bench())
     blocks = [(mode, what) for mode, what, count in log if what == "replay" and count > bench_module.WARM_UP_ROUNDS]
     assert blocks[:15] == [("half", "replay"), ("target", "replay"), ("nested", "replay")] * 5
-    assert {what for mode, what, *_ in log if mode != "nested"} == {"context", "replay"}
+    assert {what for mode, what, *_ in log if mode != "nested"} == {"context", "replay", "verify"}
 
 
 def test_every_block_is_kept():
@@ -169,7 +169,7 @@ def test_engines_are_built_for_each_context():
     document, log = run(make_bench(contexts=(2048, 8192)))
     assert [entry[2] for entry in log if entry[1] == "context"] == [2048] * 3 + [8192] * 3
     assert [row["context"] for row in document["results"]] == [2048] * 3 + [8192] * 3
-    assert document["settings"]["draft_reads_kv8_from"] == {"2048": 0, "8192": 8192 - 128}
+    assert document["settings"]["draft_reads_kv8_from"] == {"2048": 0, "8192": 8193 - 128}
 
 
 def test_a_rate_that_is_not_played_is_noted():
@@ -272,6 +272,8 @@ def test_prediction_is_marked():
     assert predicted["bytes_per_round"] == measured["bytes_per_round"]
     assert set(predicted) <= set(measured) | {"fits"}
     assert "(too much)" in text
+    assert predicted["speedup"]["over_half"] is None, "fp16 does not fit, so nothing is faster than it"
+    assert predicted["speedup"]["over_target"] > 1
 
 
 def test_plot_without_matplotlib_is_a_note(monkeypatch, tmp_path):
@@ -283,9 +285,10 @@ def test_plot_without_matplotlib_is_a_note(monkeypatch, tmp_path):
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    document, _ = run(make_bench(contexts=(2048, 8192)))
-    assert bench_report.draw(document, tmp_path / "x.png") is None
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    measured, _ = run(make_bench(contexts=(2048, 8192)))
+    for name, document in {"m.png": measured, "p.png": simulate(make_bench(), MACHINES["orin-nx-16"])}.items():
+        assert bench_report.draw(document, tmp_path / name) is None
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_single_kernels_rotate_over_their_copies():
