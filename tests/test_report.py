@@ -118,13 +118,31 @@ def test_records_of_modules(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tied", "text"), [(True, "embeddings   tied: one matrix is embedding and head"), (False, "embeddings   not tied")]
+    ("tied", "nested_head", "text"),
+    [
+        (True, False, "embeddings   tied: one matrix is embedding and head"),
+        (False, False, "embeddings   not tied"),
+        (False, True, "embeddings   not tied; the head is nested"),
+    ],
 )
-def test_ties_are_told(tied, text, tiny_checkpoint, tmp_path):
+def test_ties_are_told(tied, nested_head, text, tiny_checkpoint, tmp_path):
     """TE-1"""
-    folder = tiny_checkpoint(tmp_path / "model", tied=tied)
+    folder = tiny_checkpoint(tmp_path / "model", tied=tied, nested_head=nested_head)
     assert inspect_checkpoint(folder).tied_embeddings is tied
     assert lines(folder)["embeddings"] == text
+
+
+def test_a_nested_head_is_a_module(tiny_checkpoint, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", nested_head=True)
+    report = inspect_checkpoint(folder)
+    assert (report.modules[-1].name, report.modules[-1].shape) == ("lm_head", (320, 256))
+    assert "lm_head.weight" not in {tensor.name for tensor in report.unquantized}
+    assert report.sizes.base == sum(math.prod(module.shape) for module in report.modules) // 2
+    assert [tensor.role for tensor in inspect_checkpoint(folder, "lm_head").tensors] == [
+        "base plane",
+        "refinement plane",
+        "scale",
+    ]
 
 
 def test_unquantized_modules_are_listed():
