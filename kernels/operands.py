@@ -7,7 +7,7 @@ heads, `D` head size, `C` cache entries of room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -54,18 +54,24 @@ class Activations:
     def inputs(self) -> int:
         return 2 * self.codes.shape[2]
 
+    def ordered_for(self, weight: DualPlaneWeight) -> Activations:
+        """The same buffers, to be filled in the order of a weight's stored columns."""
+        return replace(self, permutation=weight.permutation)
+
 
 @dataclass(frozen=True, slots=True)
 class DualPlaneWeight:
     """A nested weight as stored: `base` and `refinement` int32 words `[O, I / 8]`, `scale` float16 or float32 `[O, G]`.
 
-    `refinement` is None where only the draft view will be asked for. `bias` float32 `[O]` or None.
+    `refinement` is None where only the draft view will be asked for. `bias` float32 `[O]` or None. `permutation` int32 `[I]`: the
+    input that each stored column belongs to, None where columns stand in order; whoever fills `Activations` obeys it.
     """
 
     base: Tensor
     refinement: Tensor | None
     scale: Tensor
     bias: Tensor | None = None
+    permutation: Tensor | None = None
 
     @property
     def outputs(self) -> int:

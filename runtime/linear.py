@@ -47,7 +47,7 @@ class StackedLinear:
     ):
         weights = [_stored(checkpoint, name) for name in names]
         self.plane_bytes = {view: sum(_stored_bytes(weight, view) for weight in weights) for view in views}
-        self.parts = [_prepare(joined, views, unpack, device) for joined in _join(weights)]
+        self.parts = [_prepare(joined, views, unpack, device) for joined in join(weights)]
         self.product_bytes = max(part.product_bytes for part in self.parts)
 
     def __call__(self, x: Tensor, view: View) -> Tensor:
@@ -98,7 +98,7 @@ def _prepare(
     )
 
 
-def _join(weights: Sequence[NestedWeight | PlainWeight]) -> list[NestedWeight | PlainWeight]:
+def join(weights: Sequence[NestedWeight | PlainWeight]) -> list[NestedWeight | PlainWeight]:
     """Neighbours that can be one product, stacked along outputs."""
     joined: list[NestedWeight | PlainWeight] = []
     run: list[NestedWeight] = []
