@@ -75,7 +75,7 @@ def embed_norm_quantize(
 
 
 def norm(stream: Tensor, gain: Tensor, epsilon: float, hidden: Tensor, rows: int) -> None:
-    """RMSNorm: `stream` float32 `[R, H]`, `gain` float32 `[H]` -> `hidden` float32 `[R, H]`."""
+    """RMSNorm: `stream` float32 or float16 `[R, H]`, `gain` float32 `[H]` -> `hidden` float32 `[R, H]`."""
     _norm(stream, None, 0, gain, epsilon, None, hidden, rows)
 
 

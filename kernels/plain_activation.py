@@ -54,8 +54,8 @@ def embed_norm_quantize(
 
 
 def norm(stream: Tensor, gain: Tensor, epsilon: float, hidden: Tensor, rows: int) -> None:
-    """RMSNorm: `stream` float32 `[R, H]`, `gain` float32 `[H]` -> `hidden` float32 `[R, H]`."""
-    hidden[:rows] = rms_norm(stream[:rows], gain, epsilon)
+    """RMSNorm: `stream` float32 or float16 `[R, H]`, `gain` float32 `[H]` -> `hidden` float32 `[R, H]`."""
+    hidden[:rows] = rms_norm(stream[:rows].float(), gain, epsilon)
 
 
 def norm_half(stream: Tensor, gain: Tensor, epsilon: float, out: Tensor, rows: int) -> None:

@@ -129,9 +129,10 @@ def test_embed_norm_quantize(dtype: torch.dtype) -> None:
     assert torch.equal(streams[0, :3], embedding[[10, 0, 3]].float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_norm(columns: int) -> None:
-    stream, gain = _random(ROOM, columns), _random(columns, seed=1)
+def test_norm(columns: int, dtype: torch.dtype) -> None:
+    stream, gain = _random(ROOM, columns).to(dtype), _random(columns, seed=1)
     hidden = torch.full((2, ROOM, columns), float(SENTINEL))
     activation.norm(stream, gain, EPSILON, hidden[0], 3)
     plain_activation.norm(stream, gain, EPSILON, hidden[1], 3)
