@@ -156,7 +156,7 @@ def dual_plane_kernel(
     C: tl.constexpr = BLOCK_W // 4
     sums_by_run = ()
     for _ in tl.static_range(M):
-        sums_by_run = (*sums_by_run, tl.zeros((BLOCK_O, C), tl.float32))
+        sums_by_run = sums_by_run + (tl.zeros((BLOCK_O, C), tl.float32),)  # noqa: RUF005
     if AHEAD:
         # Weights never change, so the first of them need not wait for the kernels before.
         b, r, s = _load_weights(base, refinement, weight_scale, rows, 0, W, G, TARGET, BLOCK_W)
@@ -240,7 +240,7 @@ def _accumulate(
             product = dot_draft(b, even[None, :], odd[None, :], ASM)
             offset = DRAFT_OFFSET * run_sum
         exact = tl.sum(tl.reshape(product, (BLOCK_O, BLOCK_W // 4, 4)), 2) - offset[None, :]
-        grown = (*grown, sums_by_run[m] + exact.to(tl.float32) * s)
+        grown = grown + (sums_by_run[m] + exact.to(tl.float32) * s,)  # noqa: RUF005
     return grown
 
 

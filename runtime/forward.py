@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bitnest_format.kernels.operands import Activations, Best, DualPlaneWeight, KvPlanes, Partials, Rope, View
+from bitnest_format.kernels.operands import Activations, Best, DualPlaneWeight, KvPlanes, Partials, View
 from bitnest_format.kernels.ops import Ops
 from bitnest_format.runtime.gpu_weights import GpuWeights, HalfLayer, NestedLayer
 
@@ -207,12 +207,9 @@ class HalfForward:
 
     def find_best(self, place: Place, view: View) -> None:
         """Enqueue the final norm and the head; the head's kernel is the nested model's, which beats cuBLAS + argmax."""
-        rows = place.rows
-        self.ops.activation.norm_half(
-            self.stream, self.weights.final_norm, self.weights.architecture.norm_epsilon, self.normed, rows
-        )
-        self.final[:rows].copy_(self.normed[:rows])
-        self.ops.head.head_argmax(self.final, self.weights.head, self.best, rows)
+        epsilon = self.weights.architecture.norm_epsilon
+        self.ops.activation.norm(self.stream, self.weights.final_norm, epsilon, self.final, place.rows)
+        self.ops.head.head_argmax(self.final, self.weights.head, self.best, place.rows)
 
     def all_logits(self, place: Place, view: View) -> Tensor:
         """Not needed: the baseline is measured by greedy decoding."""
