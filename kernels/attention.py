@@ -47,7 +47,7 @@ from bitnest_format.kernels.reference import ACTIVATION_MAX
 
 # Warps of a program, and entries that each of them reads at a step. Both decide the order of sums.
 WARPS = 4
-NESTED_ENTRIES = 32
+NESTED_ENTRIES = 16
 HALF_ENTRIES = 16
 STAGES = 3
 # Attention rows of a program where one token has no more: two column tiles of the tensor cores.
@@ -66,10 +66,12 @@ _RUN = tl.constexpr(RUN)
 _LARGEST_CODE = tl.constexpr(float(ACTIVATION_MAX))
 _SMALLEST_SCALE = tl.constexpr(nesting.SMALLEST_SCALE[torch.float32])
 _BASE_MAX = tl.constexpr(float(nesting.BASE_MAX))
+# Codes are multiplied as they are stored, offset, in units of 2^-24; these are the offsets in those units.
+_CODE_UNITS = tl.constexpr(2.0**24)
+_BASE_ZERO = tl.constexpr(8 * 2.0**-24)
+_COMPOSED_ZERO = tl.constexpr(136 * 2.0**-24)
 # Adding and subtracting 1.5 * 2^23 rounds a small float32 to an integer, ties to even.
 _ROUNDING = tl.constexpr(12582912.0)
-# Four refinement codes of zero, as a 16-bit unit.
-_NO_REFINEMENT = tl.constexpr(0x8888 - 0x10000)
 
 
 def attend(
@@ -351,9 +353,19 @@ def _attend_kernel(
     # The newest entries come last and cost most: start with them.
     split = splits - 1 - tl.program_id(2)
     token = tl.program_id(1) * TOKENS
+    p_units += kv_head.to(tl.int64) * head_stride
+    p_scale += kv_head.to(tl.int64) * scale_head_stride
+    start, stop = _split_bounds(split)
+    if PDL and ASM:
+        # Whatever the position is by now, it is near enough to bring a split's first entries into the L2 cache.
+        near = tl.load(p_position, cache_modifier=".cg") + offset
+        if (start <= near) & (token == 0):
+            coarse = DRAFT and (near >= kv_switch) & (start + _SHORT_SPLIT <= near - kv_recent)
+            _prefetch(
+                p_units, p_scale, plane_stride, kind_stride, scale_kind_stride, start, near, 1 if coarse else 2, D
+            )
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset
-    start, stop = _split_bounds(split)
     # Entries that a token of this program sees: no more than `[first, end)`.
     end = position + tl.minimum(token + TOKENS, ROWS)
     first = _first_seen(position + token, WINDOW)
@@ -362,8 +374,6 @@ def _attend_kernel(
     if start >= stop:
         return
 
-    p_units += kv_head.to(tl.int64) * head_stride
-    p_scale += kv_head.to(tl.int64) * scale_head_stride
     if stop > position:
         _append(
             p_qkv,
@@ -386,6 +396,7 @@ def _attend_kernel(
             EPSILON,
             NEW,
         )
+        tl.debug_barrier()
     # Column c is query head `c % G` of the group, of token `token + c // G`.
     group: tl.constexpr = HEADS // KV_HEADS
     o_column = tl.arange(0, COLUMNS)
@@ -400,61 +411,79 @@ def _attend_kernel(
     q0, q1, q2, q3 = _turned(
         p_row, p_head_gain, p_cosine + o_angle, p_sine + o_angle, o_unit[:, None], m_query, D, EPSILON, 0
     )
-    q0 = _query(q0, D, COLUMNS, UNITS)
-    q1 = _query(q1, D, COLUMNS, UNITS)
-    q2 = _query(q2, D, COLUMNS, UNITS)
-    q3 = _query(q3, D, COLUMNS, UNITS)
+    q0 = _query(q0, D, UNITS, COLUMNS)
+    q1 = _query(q1, D, UNITS, COLUMNS)
+    q2 = _query(q2, D, UNITS, COLUMNS)
+    q3 = _query(q3, D, UNITS, COLUMNS)
     # Entries `[o_first, o_last]` are those that a column sees.
     o_last = tl.where(m_column, position + o_token, -1)[None, None, :]
     o_first = _first_seen(o_last, WINDOW)
 
     peak = tl.full([_WARPS, 1, COLUMNS], float("-inf"), tl.float32)
     high = peak
-    total = tl.zeros([_WARPS, ENTRIES, COLUMNS], tl.float32)
+    # The base plane alone is half the bytes: twice the entries at a step.
+    wide: tl.constexpr = 2 * ENTRIES if DRAFT else ENTRIES
+    total = tl.zeros([_WARPS, wide, COLUMNS], tl.float32)
+    mass = tl.zeros([_WARPS, 16, COLUMNS], tl.float32)
     a0 = tl.zeros([_WARPS, UNITS, COLUMNS], tl.float32)
     a1 = a0
     a2 = a0
     a3 = a0
-    tl.debug_barrier()
-    fine_from = start
-    coarse_stop = start
+    fine_start = start
     if DRAFT:
+        # The block that holds the border is walked twice, for what lies below and for what lies above.
         fine_from = tl.where(end <= kv_switch, 0, tl.maximum(end - kv_recent, 0))
-        step: tl.constexpr = _WARPS * ENTRIES
-        coarse_stop = tl.minimum(tl.maximum(start, fine_from // step * step), stop)
-        for block in tl.range(start, coarse_stop, _WARPS * ENTRIES, num_stages=STAGES):
-            peak, high, total, a0, a1, a2, a3 = _step(
+        coarse_stop = tl.minimum(stop, fine_from)
+        o_coarse_last = tl.minimum(o_last, coarse_stop - 1)
+        sixteenth1 = (q1 * 0.0625).to(tl.float16)
+        sixteenth3 = (q3 * 0.0625).to(tl.float16)
+        zero = _zero(q0, q1, q2, q3, _BASE_ZERO, wide, UNITS)
+        for block in tl.range(start, coarse_stop, _WARPS * wide, num_stages=STAGES):
+            peak, high, total, mass, a0, a1, a2, a3 = _step(
                 p_units,
                 p_scale,
                 plane_stride,
                 kind_stride,
                 scale_kind_stride,
                 block,
-                stop,
-                0,
+                coarse_stop,
                 o_first,
-                o_last,
+                o_coarse_last,
                 q0,
-                q1,
+                sixteenth1,
                 q2,
-                q3,
+                sixteenth3,
+                zero,
                 peak,
                 high,
                 total,
+                mass,
                 a0,
                 a1,
                 a2,
                 a3,
                 D,
                 UNITS,
-                ENTRIES,
-                WINDOW,
-                False,
+                wide,
+                WINDOW is not None,
                 False,
                 ASM,
             )
-    for block in tl.range(coarse_stop, stop, _WARPS * ENTRIES, num_stages=STAGES):
-        peak, high, total, a0, a1, a2, a3 = _step(
+        zero_sum = tl.max(mass, axis=1, keep_dims=True) * _BASE_ZERO
+        a0 = a0 - zero_sum
+        a1 = a1 * 0.0625 - zero_sum
+        a2 = a2 - zero_sum
+        a3 = a3 * 0.0625 - zero_sum
+        mass = tl.zeros([_WARPS, 16, COLUMNS], tl.float32)
+        total = tl.permute(tl.reshape(total, (_WARPS, 2, ENTRIES, COLUMNS)), (0, 2, 3, 1))
+        low, high_half = tl.split(total)
+        total = low + high_half
+        o_first = tl.maximum(o_first, fine_from)
+        fine_start = tl.maximum(start, fine_from // _SHORT_SPLIT * _SHORT_SPLIT)
+        fine_start = tl.where(fine_from < stop, fine_start, stop)
+    zero = _zero(q0, q1, q2, q3, _COMPOSED_ZERO, ENTRIES, UNITS)
+    for block in tl.range(fine_start, stop, _WARPS * ENTRIES, num_stages=STAGES):
+        peak, high, total, mass, a0, a1, a2, a3 = _step(
             p_units,
             p_scale,
             plane_stride,
@@ -462,16 +491,17 @@ def _attend_kernel(
             scale_kind_stride,
             block,
             stop,
-            fine_from,
             o_first,
             o_last,
             q0,
             q1,
             q2,
             q3,
+            zero,
             peak,
             high,
             total,
+            mass,
             a0,
             a1,
             a2,
@@ -479,25 +509,64 @@ def _attend_kernel(
             D,
             UNITS,
             ENTRIES,
-            WINDOW,
+            WINDOW is not None or DRAFT,
             True,
-            DRAFT,
             ASM,
         )
 
+    zero_sum = tl.max(mass, axis=1, keep_dims=True) * _COMPOSED_ZERO
     top = tl.max(peak, axis=0, keep_dims=True)
     safe = _finite(top)
-    total = total * tl.exp2(peak - safe)
+    total = total * _exp2(peak - safe, ASM)
     total = _tree_sum(tl.reshape(tl.permute(total, (2, 0, 1)), (COLUMNS, _WARPS * ENTRIES)))
-    share = tl.exp2(high - safe)
-    a0 = _sum_warps(a0 * share)
-    a1 = _sum_warps(a1 * share)
-    a2 = _sum_warps(a2 * share)
-    a3 = _sum_warps(a3 * share)
+    share = _exp2(high - safe, ASM) * _CODE_UNITS
+    a0 = _sum_warps((a0 - zero_sum) * share)
+    a1 = _sum_warps((a1 - zero_sum) * share)
+    a2 = _sum_warps((a2 - zero_sum) * share)
+    a3 = _sum_warps((a3 - zero_sum) * share)
     p_partial = (o_token * HEADS + head).to(tl.int64) * splits + split
     tl.store(p_peak + p_partial, tl.reshape(top, (COLUMNS,)), mask=m_column)
     tl.store(p_total + p_partial, total, mask=m_column)
     _store_fours(p_accumulator + (p_partial * D)[None, :], a0, a1, a2, a3, o_unit[:, None], m_query, UNITS, COLUMNS)
+
+
+@triton.jit
+def _prefetch(
+    p_units,
+    p_scale,
+    plane_stride,
+    kind_stride,
+    scale_kind_stride,
+    start,
+    last,
+    planes,
+    D: tl.constexpr,
+):
+    """Fetch the first entries of a split, none after `last`, into the L2 cache: nothing depends on it."""
+    o_entry = tl.minimum(start + tl.arange(0, _SHORT_SPLIT), last)[None, :]
+    o_kind = tl.arange(0, 2)[:, None]
+    p_entry = p_units + o_kind * kind_stride + o_entry * (D // 4)
+    _prefetch_lines(p_scale + o_kind * scale_kind_stride + o_entry)
+    _prefetch_lines(p_entry)
+    if planes == 2:
+        _prefetch_lines(p_entry + plane_stride)
+
+
+@triton.jit
+def _prefetch_lines(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _zero(q0, q1, q2, q3, zero: tl.constexpr, ENTRIES: tl.constexpr, UNITS: tl.constexpr):
+    """Minus the score of an entry whose codes are all zero, which every product of offset codes starts from."""
+    codes = tl.full([_WARPS, ENTRIES, UNITS], -zero, tl.float16)
+    score = tl.dot(codes, q0)
+    score = tl.dot(codes, q1, score)
+    score = tl.dot(codes, q2, score)
+    return tl.dot(codes, q3, score)
 
 
 @triton.jit
@@ -509,16 +578,17 @@ def _step(
     scale_kind_stride,
     block,
     stop,
-    fine_from,
     o_first,
     o_last,
     q0,
     q1,
     q2,
     q3,
+    zero,
     peak,
     high,
     total,
+    mass,
     a0,
     a1,
     a2,
@@ -526,12 +596,11 @@ def _step(
     D: tl.constexpr,
     UNITS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    BOUNDED: tl.constexpr,
     FINE: tl.constexpr,
-    MIXED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """One block of entries, `ENTRIES` a warp. `FINE` reads both planes, `MIXED` only from `fine_from` on."""
+    """One block of entries, `ENTRIES` a warp, at KV8 if `FINE`; `BOUNDED` where some may lie before `o_first`."""
     o_warp = block + tl.arange(0, _WARPS)[:, None, None] * ENTRIES
     o_unit = tl.arange(0, UNITS)
     # Keys lie with entries as rows, values with units as rows: the dimension that is summed comes last.
@@ -550,45 +619,41 @@ def _step(
     key_scale = tl.load(p_scale + o_key, mask=m_key, other=0.0)
     value_scale = tl.load(p_scale + scale_kind_stride + o_key, mask=m_key, other=1.0)
     if FINE:
-        if MIXED:
-            m_keys = m_keys & (o_key >= fine_from)
-            m_values = m_values & (o_value >= fine_from)
-            fine_keys = tl.load(p_keys + plane_stride, mask=m_keys, other=_NO_REFINEMENT)
-            fine_values = tl.load(p_values + plane_stride, mask=m_values, other=_NO_REFINEMENT)
-        else:
-            fine_keys = tl.load(p_keys + plane_stride, mask=m_keys, other=0)
-            fine_values = tl.load(p_values + plane_stride, mask=m_values, other=0)
+        fine_keys = tl.load(p_keys + plane_stride, mask=m_keys, other=0)
+        fine_values = tl.load(p_values + plane_stride, mask=m_values, other=0)
         k0, k1, k2, k3 = _both_planes(b_keys, fine_keys, ASM)
-        key_scale = key_scale * 0.0625
+        key_scale = key_scale * (0.0625 * _CODE_UNITS)
         value_scale = value_scale * 0.0625
     else:
         k0, k1, k2, k3 = _base_plane(b_keys, ASM)
-    score = tl.dot(k0, q0)
+        key_scale = key_scale * _CODE_UNITS
+    score = tl.dot(k0, q0, zero)
     score = tl.dot(k1, q1, score)
     score = tl.dot(k2, q2, score)
     score = tl.dot(k3, q3, score)
     m_seen = o_key <= o_last
-    if WINDOW is not None:
+    if BOUNDED:
         m_seen = m_seen & (o_key >= o_first)
     score = tl.where(m_seen, score * key_scale, float("-inf"))
-    weighty = score + tl.log2(value_scale)
+    weighty = score + _log2(value_scale, ASM)
 
     above = tl.maximum(peak, tl.max(score, axis=1, keep_dims=True))
     safe = _finite(above)
-    total = total * tl.exp2(peak - safe) + tl.exp2(score - safe)
+    total = total * _exp2(peak - safe, ASM) + _exp2(score - safe, ASM)
     higher = tl.maximum(high, tl.max(weighty, axis=1, keep_dims=True))
     safe = _finite(higher)
-    shrink = tl.exp2(high - safe)
-    weight = tl.exp2(weighty - safe).to(tl.float16)
+    shrink = _exp2(high - safe, ASM)
+    weight = _exp2(weighty - safe, ASM).to(tl.float16)
     if FINE:
         v0, v1, v2, v3 = _both_planes(b_values, fine_values, ASM)
     else:
         v0, v1, v2, v3 = _base_plane(b_values, ASM)
+    mass = tl.dot(tl.full([_WARPS, 16, ENTRIES], 1.0, tl.float16), weight, mass * shrink)
     a0 = tl.dot(v0, weight, a0 * shrink)
     a1 = tl.dot(v1, weight, a1 * shrink)
     a2 = tl.dot(v2, weight, a2 * shrink)
     a3 = tl.dot(v3, weight, a3 * shrink)
-    return above, higher, total, a0, a1, a2, a3
+    return above, higher, total, mass, a0, a1, a2, a3
 
 
 @triton.jit
@@ -714,7 +779,7 @@ def _turned_element(p_x, p_gain, p_cosine, p_sine, spread, element, m_unit, D: t
 
 
 @triton.jit
-def _query(x, D: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr):
+def _query(x, D: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr):
     """Queries as all warps multiply them: scaled so that scores are exponents of 2, in float16."""
     scaled = (x * (1.4426950408889634 / D**0.5)).to(tl.float16)
     return tl.broadcast_to(scaled[None, :, :], (_WARPS, UNITS, COLUMNS))
@@ -722,27 +787,19 @@ def _query(x, D: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _base_plane(base, ASM: tl.constexpr):
-    """float16 base codes 0 to 3 of 16-bit units.
+    """Offset base codes 0 to 3 of 16-bit units, each as the float16 of that bit pattern: `2^-24 * (q4 + 8)`, exactly.
 
-    A nibble becomes a float16 by filling bits above it with those of 1024, whose last digit is worth 1; at bits 4 to
-    7 the nibble counts 16-fold.
+    Codes 1 and 3 are left where they stand, which makes them 16-fold.
     """
     if ASM:
         c0, c1, c2, c3 = tl.inline_asm_elementwise(
             """{
-            .reg .b32 t, one, sixteenth, below;
-            mov.b32 one, 0x64086408;
-            mov.b32 sixteenth, 0x2C002C00;
-            mov.b32 below, 0xD480D480;
+            .reg .b32 t;
             shr.u32 t, $4, 8;
-            lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
-            lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;
-            lop3.b32 $2, t, 0x000F000F, 0x64006400, 0xEA;
-            lop3.b32 $3, t, 0x00F000F0, 0x64006400, 0xEA;
-            sub.f16x2 $0, $0, one;
-            fma.rn.f16x2 $1, $1, sixteenth, below;
-            sub.f16x2 $2, $2, one;
-            fma.rn.f16x2 $3, $3, sixteenth, below;
+            and.b32 $0, $4, 0x000F000F;
+            and.b32 $1, $4, 0x00F000F0;
+            and.b32 $2, t, 0x000F000F;
+            and.b32 $3, t, 0x00F000F0;
             }""",
             "=&r,=&r,=&r,=&r,r",
             [base],
@@ -751,37 +808,28 @@ def _base_plane(base, ASM: tl.constexpr):
             pack=2,
         )
     else:
-        c0 = ((base & 15) - 8).to(tl.float16)
-        c1 = (((base >> 4) & 15) - 8).to(tl.float16)
-        c2 = (((base >> 8) & 15) - 8).to(tl.float16)
-        c3 = (((base >> 12) & 15) - 8).to(tl.float16)
+        c0 = _tiny(base & 15)
+        c1 = _tiny(base & 240)
+        c2 = _tiny((base >> 8) & 15)
+        c3 = _tiny((base >> 8) & 240)
     return c0, c1, c2, c3
 
 
 @triton.jit
 def _both_planes(base, fine, ASM: tl.constexpr):
-    """float16 composed codes 0 to 3 of 16-bit units.
-
-    A base nibble above a refinement nibble is the byte `16 * q4 + qr + 136`; that byte below 0x64 is a float16, too
-    large by 1024.
-    """
+    """Offset composed codes 0 to 3 of 16-bit units as `2^-24 * (16 * q4 + qr + 136)`: base nibbles above the others."""
     if ASM:
         c0, c1, c2, c3 = tl.inline_asm_elementwise(
             """{
-            .reg .b32 even, odd, t, zero;
-            mov.b32 zero, 0x64886488;
+            .reg .b32 even, odd, t;
             shl.b32 t, $4, 4;
             lop3.b32 even, t, $5, 0xF0F0F0F0, 0xAC;
             shr.u32 t, $5, 4;
             lop3.b32 odd, $4, t, 0xF0F0F0F0, 0xAC;
-            prmt.b32 $0, even, 0x64646464, 0x4240;
-            prmt.b32 $1, odd, 0x64646464, 0x4240;
-            prmt.b32 $2, even, 0x64646464, 0x4341;
-            prmt.b32 $3, odd, 0x64646464, 0x4341;
-            sub.f16x2 $0, $0, zero;
-            sub.f16x2 $1, $1, zero;
-            sub.f16x2 $2, $2, zero;
-            sub.f16x2 $3, $3, zero;
+            and.b32 $0, even, 0x00FF00FF;
+            and.b32 $1, odd, 0x00FF00FF;
+            prmt.b32 $2, even, 0, 0x4341;
+            prmt.b32 $3, odd, 0, 0x4341;
             }""",
             "=&r,=&r,=&r,=&r,r,r",
             [base, fine],
@@ -790,11 +838,17 @@ def _both_planes(base, fine, ASM: tl.constexpr):
             pack=2,
         )
     else:
-        c0 = ((base & 15) * 16 + (fine & 15) - 136).to(tl.float16)
-        c1 = (((base >> 4) & 15) * 16 + ((fine >> 4) & 15) - 136).to(tl.float16)
-        c2 = (((base >> 8) & 15) * 16 + ((fine >> 8) & 15) - 136).to(tl.float16)
-        c3 = (((base >> 12) & 15) * 16 + ((fine >> 12) & 15) - 136).to(tl.float16)
+        c0 = _tiny((base & 15) * 16 + (fine & 15))
+        c1 = _tiny((base & 240) + ((fine >> 4) & 15))
+        c2 = _tiny(((base >> 8) & 15) * 16 + ((fine >> 8) & 15))
+        c3 = _tiny(((base >> 8) & 240) + ((fine >> 12) & 15))
     return c0, c1, c2, c3
+
+
+@triton.jit
+def _tiny(code):
+    """A small integer as the float16 of the same bits, which is subnormal: the integer times 2^-24."""
+    return code.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -825,6 +879,23 @@ def _tree_sum(x):
     else:
         low, high = tl.split(tl.reshape(x, (rows, length // 2, 2)))
         return _tree_sum(low + high)
+
+
+@triton.jit
+def _exp2(x, ASM: tl.constexpr):
+    """`2^x` without the instructions that save results below 2^-126."""
+    if ASM:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _log2(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
 
 
 @triton.jit
@@ -891,16 +962,24 @@ def _attend_half_kernel(
     kv_head = tl.program_id(0)
     split = splits - 1 - tl.program_id(2)
     token = tl.program_id(1) * TOKENS
+    p_keys += kv_head.to(tl.int64) * head_stride
+    p_values += kv_head.to(tl.int64) * head_stride
+    start, stop = _split_bounds(split)
+    if PDL and ASM:
+        near = tl.load(p_position, cache_modifier=".cg") + offset
+        if (start <= near) & (token == 0):
+            o_near = tl.minimum(start + tl.arange(0, _SHORT_SPLIT), near)[:, None] * D
+            # A line holds 64 elements.
+            o_line = tl.arange(0, triton.cdiv(4 * UNITS, 64))[None, :] * 64
+            _prefetch_lines(p_keys + o_near + o_line)
+            _prefetch_lines(p_values + o_near + o_line)
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset
-    start, stop = _split_bounds(split)
     stop = tl.minimum(stop, position + tl.minimum(token + TOKENS, ROWS))
     start = tl.maximum(start, _first_seen(position + token, WINDOW) // _SHORT_SPLIT * _SHORT_SPLIT)
     if start >= stop:
         return
 
-    p_keys += kv_head.to(tl.int64) * head_stride
-    p_values += kv_head.to(tl.int64) * head_stride
     o_element = tl.arange(0, 4 * UNITS)
     m_element = o_element < D
     group: tl.constexpr = HEADS // KV_HEADS
@@ -920,6 +999,7 @@ def _attend_half_kernel(
         o_stored = (o_entry * D)[:, None] + o_element[None, :]
         tl.store(p_keys + o_stored, b_key.to(tl.float16), mask=m_new)
         tl.store(p_values + o_stored, b_value, mask=m_new)
+        tl.debug_barrier()
 
     o_column = tl.arange(0, COLUMNS)
     o_token = token + o_column // group
@@ -933,14 +1013,13 @@ def _attend_half_kernel(
     query = _turned_element(
         p_row, p_head_gain, p_cosine + o_angle, p_sine + o_angle, spread, o_element[:, None], m_query, D
     )
-    query = _query(query, D, COLUMNS, 4 * UNITS)
+    query = _query(query, D, 4 * UNITS, COLUMNS)
     o_last = tl.where(m_column, position + o_token, -1)[None, None, :]
     o_first = _first_seen(o_last, WINDOW)
 
     peak = tl.full([_WARPS, 1, COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([_WARPS, ENTRIES, COLUMNS], tl.float32)
     accumulator = tl.zeros([_WARPS, 4 * UNITS, COLUMNS], tl.float32)
-    tl.debug_barrier()
     for block in tl.range(start, stop, _WARPS * ENTRIES, num_stages=STAGES):
         o_warp = block + tl.arange(0, _WARPS)[:, None, None] * ENTRIES
         o_key = o_warp + tl.arange(0, ENTRIES)[None, :, None]
@@ -959,14 +1038,14 @@ def _attend_half_kernel(
         score = tl.where(m_seen, score, float("-inf"))
         above = tl.maximum(peak, tl.max(score, axis=1, keep_dims=True))
         safe = _finite(above)
-        shrink = tl.exp2(peak - safe)
-        weight = tl.exp2(score - safe)
+        shrink = _exp2(peak - safe, ASM)
+        weight = _exp2(score - safe, ASM)
         total = total * shrink + weight
         peak = above
         accumulator = tl.dot(b_values, weight.to(tl.float16), accumulator * shrink)
 
     top = tl.max(peak, axis=0, keep_dims=True)
-    share = tl.exp2(peak - _finite(top))
+    share = _exp2(peak - _finite(top), ASM)
     total = _tree_sum(tl.reshape(tl.permute(total * share, (2, 0, 1)), (COLUMNS, _WARPS * ENTRIES)))
     p_partial = (o_token * HEADS + head).to(tl.int64) * splits + split
     tl.store(p_peak + p_partial, tl.reshape(top, (COLUMNS,)), mask=m_column)
@@ -1012,7 +1091,7 @@ def _combine_kernel(
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset + row
     p_row = (row * HEADS + head).to(tl.int64)
-    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW)
+    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW, ASM)
     o_element = tl.arange(0, BLOCK)
     tl.store(p_out + p_row * D + o_element, merged.to(p_out.dtype.element_ty), mask=o_element < D)
 
@@ -1054,7 +1133,7 @@ def _combine_quantize_kernel(
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset + row
     p_row = (row * HEADS + head).to(tl.int64)
-    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW)
+    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW, ASM)
     o_element = tl.arange(0, BLOCK)
     tl.store(p_merged + p_row * D + o_element, merged, mask=o_element < D)
 
@@ -1090,6 +1169,7 @@ def _merge(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """One head of the token at `position` from its splits, in their order: float32 `[BLOCK]`."""
     first = _split_of(_first_seen(position, WINDOW))
@@ -1108,8 +1188,8 @@ def _merge(
         b_parts = tl.load(p_parts, mask=m_split[:, None] & (o_element < D)[None, :], other=0.0)
         above = tl.maximum(peak, tl.max(b_peak, axis=0))
         safe = _finite(above)
-        shrink = tl.exp2(peak - safe)
-        share = tl.exp2(b_peak - safe)
+        shrink = _exp2(peak - safe, ASM)
+        share = _exp2(b_peak - safe, ASM)
         total = total * shrink + tl.sum(b_total * share, axis=0)
         accumulator = accumulator * shrink + tl.sum(b_parts * share[:, None], axis=0)
         peak = above
@@ -1209,9 +1289,9 @@ def _kv_load_kernel(
     fine = tl.load(p_entry + plane_stride, mask=m_unit, other=0)
     scale = tl.load(p_scale + o_entry, mask=m_entry, other=0.0)[:, None] * 0.0625
     c0, c1, c2, c3 = _both_planes(base, fine, ASM)
-    x0 = (c0.to(tl.float32) * scale).to(tl.float16)
-    x1 = (c1.to(tl.float32) * scale).to(tl.float16)
-    x2 = (c2.to(tl.float32) * scale).to(tl.float16)
-    x3 = (c3.to(tl.float32) * scale).to(tl.float16)
+    x0 = ((c0.to(tl.float32) * _CODE_UNITS - 136.0) * scale).to(tl.float16)
+    x1 = ((c1.to(tl.float32) * _CODE_UNITS - 136.0) * scale).to(tl.float16)
+    x2 = ((c2.to(tl.float32) * _CODE_UNITS - 136.0) * scale).to(tl.float16)
+    x3 = ((c3.to(tl.float32) * _CODE_UNITS - 136.0) * scale).to(tl.float16)
     p_out = tl.where(kind == 0, p_keys, p_values) + kv_head * out_stride + (o_entry * D)[:, None]
     _store_fours(p_out, x0, x1, x2, x3, o_unit, m_unit, ENTRIES, UNITS)
