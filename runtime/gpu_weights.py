@@ -161,9 +161,12 @@ def random_nested(
     def weight(outputs: int, inputs: int, bias: bool = False) -> DualPlaneWeight:
         groups = 1 if group_size == -1 else inputs // group_size
         scale = torch.rand(outputs, groups, device=device, generator=generator) + 0.5
+        base = plane(outputs, inputs)
+        # Where a base code is -8 (a nibble of zeros), the refinement's highest bit makes its code 0 or more.
+        lowest = ~(base | base >> 1 | base >> 2 | base >> 3) & 0x11111111
         return DualPlaneWeight(
-            base=plane(outputs, inputs),
-            refinement=plane(outputs, inputs),
+            base=base,
+            refinement=plane(outputs, inputs) | lowest << 3,
             scale=(scale / (CODE_DEVIATION * inputs**0.5)).to(scale_type),
             bias=torch.zeros(outputs, device=device) if bias else None,
         )
