@@ -75,7 +75,8 @@ class Facts:
 
     `blocks` and `warps` of the launch, `registers` of a thread, `shared_bytes` of a block, `local_bytes` of a thread's
     stack, `spills`: loads and stores of local memory. `loads`: global loads by bytes, those into shared memory
-    included. `waits`: for earlier kernels, where launches overlap.
+    included. `overlaps`: the launch may begin before earlier kernels have ended; `waits`: instructions that wait for
+    them, `loads_before_wait`: of 16 bytes.
     """
 
     kernel: str
@@ -93,7 +94,9 @@ class Facts:
     fp64: int
     conversions: int
     barriers: int
+    overlaps: bool
     waits: int
+    loads_before_wait: int
     stores_before_wait: int
 
     @property
@@ -183,7 +186,7 @@ def read_listing(listing: str, reserved: Mapping[str, int], compiled: Compiled) 
     while codes and codes[-1].startswith(("NOP", "BRA")):  # padding, and the loop that guards the end
         codes.pop()
     count = Counter(code.split(".")[0] for code in codes)
-    loads = Counter(_load_bytes(code) for code in codes if code.startswith(("LDG", "LDGSTS")))
+    loads = Counter(_load_bytes(code) for code in codes if code.startswith("LDG"))
     wait = next((place for place, code in enumerate(codes) if code.startswith("ACQBULK")), 0)
     return Facts(
         kernel=compiled.name,
@@ -201,7 +204,9 @@ def read_listing(listing: str, reserved: Mapping[str, int], compiled: Compiled) 
         fp64=sum(1 for code in codes if _FP64.match(code)),
         conversions=count["I2F"] + count["I2FP"] + count["F2I"] + count["F2F"] + count["F2FP"],
         barriers=count["BAR"],
+        overlaps=compiled.result.metadata.launch_pdl,
         waits=count["ACQBULK"],
+        loads_before_wait=sum(1 for code in codes[:wait] if code.startswith("LDG") and _load_bytes(code) == 16),
         stores_before_wait=sum(1 for code in codes[:wait] if code.startswith(("STG", "RED", "ATOMG"))),
     )
 
@@ -221,6 +226,10 @@ def violations(facts: Facts, expect: Expectation) -> list[str]:
         found.append("tensor cores: no matrix instruction")
     if expect.shared_bytes is not None and facts.shared_bytes > expect.shared_bytes:
         found.append(f"shared memory: {facts.shared_bytes} bytes, expected at most {expect.shared_bytes}")
+    if facts.overlaps and not facts.waits:
+        found.append("dependent launch: no wait for earlier kernels")
+    if facts.waits and not facts.overlaps:
+        found.append("dependent launch: waits for earlier kernels, but is launched after their end")
     if facts.stores_before_wait:
         found.append(f"dependent launch: {facts.stores_before_wait} stores before the wait for earlier kernels")
     return found
@@ -257,9 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases():
             if not fnmatchcase(case.name, options.only):
                 continue
-            found = examine(case, architecture, options.dump)
-            rows += [(case.name, architecture, facts) for facts in found]
             where = f"{case.name}, sm_{architecture}"
+            try:
+                found = examine(case, architecture, options.dump)
+            except Exception as error:  # of many kinds: the front end, the passes, the assembler
+                cause = str(error).strip().splitlines() or [""]
+                broken.append(f"{where}: does not compile: {type(error).__name__}: {cause[-1]}")
+                continue
+            rows += [(case.name, architecture, facts) for facts in found]
             if len(found) != len(case.expect):
                 broken.append(f"{where}: {len(found)} kernels launched, expected {len(case.expect)}")
             for facts, expect in zip(found, case.expect, strict=False):
@@ -288,6 +302,7 @@ _COLUMNS: dict[str, Callable[[Facts], int]] = {
     "imma": lambda facts: facts.int8_mma,
     "hmma": lambda facts: facts.half_mma,
     "cvt": lambda facts: facts.conversions,
+    "early": lambda facts: facts.loads_before_wait,
 }
 # An address in a comment, a predicate, the instruction and its suffixes.
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")

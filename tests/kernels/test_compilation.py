@@ -71,8 +71,12 @@ def crowded(p_in, p_out, M: tl.constexpr, N: tl.constexpr):
 
 def launch(kernel, *types, **options):
     def call():
-        pdl = {"PDL": features(torch.device("meta")).pdl} if "PDL" in kernel.arg_names else {}
-        kernel[(7, 2)](*(torch.empty(8, dtype=kind, device="meta") for kind in types), **options, **pdl)
+        tensors = [torch.empty(8, dtype=kind, device="meta") for kind in types]
+        if "PDL" in kernel.arg_names:
+            pdl = features(tensors[0].device).pdl
+            kernel[(7, 2)](*tensors, **options, PDL=pdl, launch_pdl=pdl)
+        else:
+            kernel[(7, 2)](*tensors, **options)
 
     return call
 
@@ -173,6 +177,15 @@ def test_a_store_that_does_not_wait_is_seen(toys: dict[str, Any]) -> None:
     assert f"early, sm_90: {sentence}" in toys["violations"]
 
 
+def test_a_kernel_waits_where_it_may_start_early() -> None:
+    facts = replace(FACTS, spills=0, local_bytes=0, stores_before_wait=0)
+    assert violations(facts, Expectation()) == []
+    assert violations(replace(facts, waits=0), Expectation()) == ["dependent launch: no wait for earlier kernels"]
+    assert violations(replace(facts, overlaps=False), Expectation()) == [
+        "dependent launch: waits for earlier kernels, but is launched after their end"
+    ]
+
+
 def test_double_precision_is_seen(toys: dict[str, Any]) -> None:
     facts = facts_of(toys, "double", 90)
     assert facts.fp64 > 0
@@ -251,13 +264,15 @@ FACTS = Facts(
     fp64=0,
     conversions=1,
     barriers=0,
+    overlaps=True,
     waits=1,
+    loads_before_wait=2,
     stores_before_wait=1,
 )
 
 
 def test_read_listing() -> None:
-    result = SimpleNamespace(metadata=SimpleNamespace(shared=1024))
+    result = SimpleNamespace(metadata=SimpleNamespace(shared=1024, launch_pdl=True))
     compiled = Compiled(name="kernel", blocks=12, warps=4, result=result)
     assert read_listing(LISTING, {"REG": 26, "STACK": 8, "LOCAL": 0}, compiled) == FACTS
 
@@ -270,8 +285,8 @@ def test_violations_of_shared_memory() -> None:
 
 def test_table() -> None:
     assert table([("kernel of rows", 90, FACTS)]).splitlines() == [
-        "case            sm  blocks  warps  regs  smem  spills  instr  ld16  ld8  ld<8  dp4a  imma  hmma  cvt",
-        "kernel of rows  90      12      4    26  1024       2     15     2    1     2     1     0     0    1",
+        "case            sm  blocks  warps  regs  smem  spills  instr  ld16  ld8  ld<8  dp4a  imma  hmma  cvt  early",
+        "kernel of rows  90      12      4    26  1024       2     15     2    1     2     1     0     0    1      2",
     ]
 
 
