@@ -18,7 +18,8 @@ exact zeros. Multiplications are not contracted with additions, so that codes eq
 Twins with the same names, arguments and results: `plain_attention`.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
@@ -50,8 +51,11 @@ WARPS = 4
 NESTED_ENTRIES = 16
 HALF_ENTRIES = 16
 STAGES = 3
-# Attention rows of a program where one token has no more: two column tiles of the tensor cores.
-MOST_COLUMNS = 16
+# Attention rows of a program where one token has no more: one column tile of the tensor cores. Of 16 rows a program
+# needs 250 registers a thread, and two programs of 8 take about as many instructions.
+MOST_COLUMNS = 8
+# Registers of a thread of a program of 8 rows: three such programs fit into a processor.
+NARROW_REGISTERS = 168
 # Splits that the merge reads at a step.
 MERGED_SPLITS = 16
 # Tokens that a program encodes, and entries that one decodes.
@@ -121,6 +125,7 @@ def attend(
         STAGES=STAGES,
         DRAFT=draft,
         **_launch(qkv),
+        **({"maxnreg": NARROW_REGISTERS} if columns == 8 else {}),
     )
 
 
@@ -854,7 +859,7 @@ def _tiny(code):
 @triton.jit
 def _store_fours(p_x, x0, x1, x2, x3, o_unit, m_unit, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Store every fourth element `[FIRST, SECOND]` of vectors, four neighbours at once."""
-    fours = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (FIRST, SECOND, 4))
+    fours = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (FIRST, SECOND, 4)).to(p_x.dtype.element_ty)
     p_fours = tl.expand_dims(p_x + o_unit * 4, 2) + tl.arange(0, 4)[None, None, :]
     tl.store(p_fours, fours, mask=tl.broadcast_to(tl.expand_dims(m_unit, 2), (FIRST, SECOND, 4)))
 
@@ -1238,10 +1243,6 @@ def _kv_store_kernel(
         x0, x1, x2, x3 = _turned(p_x, p_head_gain, p_cosine + o_angle, p_sine + o_angle, o_unit, m_unit, D, EPSILON, 1)
         if head < HEADS:
             p_turned = p_queries + head.to(tl.int64) * query_stride + (o_token * D)[:, None]
-            x0 = x0.to(tl.float16)
-            x1 = x1.to(tl.float16)
-            x2 = x2.to(tl.float16)
-            x3 = x3.to(tl.float16)
             _store_fours(p_turned, x0, x1, x2, x3, o_unit, m_unit, TOKENS, UNITS)
         else:
             kv_head = (head - HEADS).to(tl.int64)
@@ -1249,11 +1250,11 @@ def _kv_store_kernel(
             p_scale += kv_head * scale_head_stride
             _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
     else:
-        x0, x1, x2, x3 = _fours(p_x, o_unit, m_unit)
-        kv_head = (head - HEADS - KV_HEADS).to(tl.int64)
-        p_units += kv_head * head_stride + kind_stride
-        p_scale += kv_head * scale_head_stride + scale_kind_stride
-        _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
+        v0, v1, v2, v3 = _fours(p_x, o_unit, m_unit)
+        value_head = (head - HEADS - KV_HEADS).to(tl.int64)
+        p_units += value_head * head_stride + kind_stride
+        p_scale += value_head * scale_head_stride + scale_kind_stride
+        _store_entries(v0, v1, v2, v3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
 
 
 @triton.jit(do_not_specialize=["stop"])
