@@ -1,15 +1,17 @@
 """Split-KV attention of decoding over the nested cache, and the cache's encoder.
 
-A program takes one KV head, one split of the cache and up to 16 rows, a row being a query head of a token. First it
+A program takes one KV head, one split of the cache and up to 8 rows, a row being a query head of a token. First it
 turns its queries, and encodes and stores those new entries that its split holds; after a barrier every entry, new or
-old, is read back from the cache by one loop, so that an entry counts the same whichever launch wrote it.
+old, is read back from the cache by one loop, so that an entry counts the same whichever launch wrote it. Programs of
+other rows of the same split store the same bytes, so that none waits for another.
 
 The loop keeps codes packed until they are in registers. Planes are read as 16-bit units of four codes, straight into
-the operand layout of the tensor cores (entries or units as their 16 rows, attention rows as their 8 columns); a dozen
-instructions turn the units of two neighbours into four pairs of float16 codes, which meet every fourth element of the
-queries. Codes are exact in float16; an entry's key scale multiplies its score, and its value scale joins the
-exponent: weights `2^(score + log2(scale) - high)` never leave float16's range, whatever the scales. Each of the four
-warps walks entries of its own (a batched product, one batch a warp) and the four meet at the end.
+the operand layout of the tensor cores (16 entries or units as rows, 8 attention rows as columns). Masks and shifts put
+each code, offset as it is stored, into the low bits of a float16, which is then the subnormal number code * 2^-24: no
+conversion at all. Products are exact; what the offset adds is subtracted, from scores by where their sums start, from
+values by the sum of weights. An entry's key scale multiplies its score, and its value scale joins the exponent: weights
+`2^(score + log2(scale) - high)` never leave float16's range, whatever the scales. Each of the four warps walks entries
+of its own (a batched product, one batch a warp) and the four meet at the end.
 
 Rows do not depend on each other: tensor cores add along entries and elements in an order that the tile's other
 columns do not change, sums over lanes follow a fixed tree, maxima are the same in any order, and masked entries add
@@ -56,8 +58,9 @@ STAGES = 3
 MOST_COLUMNS = 8
 # Registers of a thread of a program of 8 rows: three such programs fit into a processor.
 NARROW_REGISTERS = 168
-# Splits that the merge reads at a step.
+# Splits that the merge reads at a step, and warps of the program that also quantizes a whole row at its end.
 MERGED_SPLITS = 16
+QUANTIZING_WARPS = 8
 # Tokens that a program encodes, and entries that one decodes.
 STORED_TOKENS = 16
 LOADED_ENTRIES = 64
@@ -98,7 +101,7 @@ def attend(
     `qkv` float32 `[R, (Q + 2K) * D]`: query, key and value heads of the tokens at `position + offset + r`; `position`
     int32 `[1]` on the device. `head_norm`: float32 `[Q + K, D]`, gains of query and key heads, or None. The target
     reads KV8. A draft reads KV8 while no more than `kv_switch` entries exist, then KV4 apart from the newest
-    `kv_recent`; where that holds it reads no byte of older refinement codes.
+    `kv_recent`: the refinement plane is read from the start of the block that holds the first of these.
     """
     columns, tokens = _columns(shape, rows)
     _attend_kernel[_attend_grid(shape, partials, rows, tokens)](
@@ -206,7 +209,7 @@ def combine_quantize(
         **_merge_constants(shape),
         INPUTS=inputs,
         PAIRS=triton.next_power_of_2(inputs // 2),
-        **_launch(partials.peak),
+        **_launch(partials.peak, QUANTIZING_WARPS),
     )
 
 
@@ -309,11 +312,11 @@ def _combine(partials: Partials, position: Tensor, offset: int, shape: Attention
     )
 
 
-def _launch(on: Tensor) -> dict[str, Any]:
+def _launch(on: Tensor, warps: int = WARPS) -> dict[str, Any]:
     """Launch options, and the constants that every kernel here has."""
     found = features(on.device)
     pdl = {"launch_pdl": True} if found.pdl else {}
-    return {"PDL": found.pdl, "ASM": found.asm, "num_warps": WARPS, "enable_fp_fusion": False, **pdl}
+    return {"PDL": found.pdl, "ASM": found.asm, "num_warps": warps, "enable_fp_fusion": False, **pdl}
 
 
 @triton.jit(do_not_specialize=["offset", "kv_switch", "kv_recent", "splits"])
@@ -400,6 +403,7 @@ def _attend_kernel(
             UNITS,
             EPSILON,
             NEW,
+            ASM,
         )
         tl.debug_barrier()
     # Column c is query head `c % G` of the group, of token `token + c // G`.
@@ -682,6 +686,7 @@ def _append(
     UNITS: tl.constexpr,
     EPSILON: tl.constexpr,
     NEW: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Store the new entries of a KV head that lie in `[start, stop)`. Programs of other rows write the same bytes."""
     o_token = tl.arange(0, NEW)
@@ -694,24 +699,38 @@ def _append(
     p_head_gain = None if p_gain is None else p_gain + (o_token * 0 + key_head * D)[:, None]
     o_angle = (o_entry * (D // 2))[:, None]
     x0, x1, x2, x3 = _turned(p_key, p_head_gain, p_cosine + o_angle, p_sine + o_angle, o_unit, m_unit, D, EPSILON, 1)
-    _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D)
+    _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D, ASM)
     x0, x1, x2, x3 = _fours(p_key + KV_HEADS * D, o_unit, m_unit)
     p_units += kind_stride
     p_scale += scale_kind_stride
-    _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D)
+    _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D, ASM)
 
 
 @triton.jit
-def _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_entry, m_unit, D: tl.constexpr):
+def _store_entries(
+    x0,
+    x1,
+    x2,
+    x3,
+    p_units,
+    p_scale,
+    plane_stride,
+    o_entry,
+    o_unit,
+    m_entry,
+    m_unit,
+    D: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Encode vectors `[N, UNITS]` of every fourth element and store both planes and the scale (Eqs. 11-14)."""
     largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
     scale = tl.maximum(tl.div_rn(tl.max(largest, axis=1), _BASE_MAX), _SMALLEST_SCALE)
     tl.store(p_scale + o_entry, scale, mask=m_entry)
     scale = scale[:, None]
-    base0, fine0 = _nibbles(x0, scale)
-    base1, fine1 = _nibbles(x1, scale)
-    base2, fine2 = _nibbles(x2, scale)
-    base3, fine3 = _nibbles(x3, scale)
+    base0, fine0 = _nibbles(x0, scale, ASM)
+    base1, fine1 = _nibbles(x1, scale, ASM)
+    base2, fine2 = _nibbles(x2, scale, ASM)
+    base3, fine3 = _nibbles(x3, scale, ASM)
     p_entry = p_units + (o_entry * (D // 4))[:, None] + o_unit
     base = base0 | (base1 << 4) | (base2 << 8) | (base3 << 12)
     fine = fine0 | (fine1 << 4) | (fine2 << 8) | (fine3 << 12)
@@ -720,11 +739,28 @@ def _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_un
 
 
 @triton.jit
-def _nibbles(x, scale):
+def _nibbles(x, scale, ASM: tl.constexpr):
     """Base and refinement codes of elements, each plus 8."""
-    base = _clamp(_round(tl.div_rn(x, scale)))
-    fine = _clamp(_round(tl.div_rn(x - base * scale, scale * 0.0625)))
+    base = _clamp(_round(_divide(x, scale, ASM)))
+    fine = _clamp(_round(_divide(x - base * scale, scale * 0.0625, ASM)))
     return base.to(tl.int32) + 8, fine.to(tl.int32) + 8
+
+
+@triton.jit
+def _divide(x, divisor, ASM: tl.constexpr):
+    """`x / divisor` rounded once, without the branches of a single division.
+
+    Two corrections of the product with the divisor's reciprocal give the same bits (Markstein 1990) wherever the
+    remainder is a normal number; a smaller quotient is far below half a code. The interpreter has no fused
+    multiply-add: it divides.
+    """
+    if ASM:
+        reciprocal = tl.div_rn(1.0, divisor)
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+        return tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    else:
+        return tl.div_rn(x, divisor)
 
 
 @triton.jit
@@ -1130,11 +1166,10 @@ def _combine_quantize_kernel(
     row = tl.program_id(1)
     o_pair = tl.arange(0, PAIRS)
     m_pair = o_pair < INPUTS // 2
-    even = 2 * o_pair
-    odd = even + 1
+    o_input = 2 * o_pair[:, None] + tl.arange(0, 2)[None, :]
+    m_input = o_input < INPUTS
     if p_permutation is not None:
-        even = tl.load(p_permutation + even, mask=m_pair, other=0)
-        odd = tl.load(p_permutation + odd, mask=m_pair, other=0)
+        o_input = tl.load(p_permutation + o_input, mask=m_input, other=0)
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset + row
     p_row = (row * HEADS + head).to(tl.int64)
@@ -1148,16 +1183,13 @@ def _combine_quantize_kernel(
     if arrived == HEADS - 1:
         tl.store(p_arrived + row, 0)
         p_merged += row.to(tl.int64) * INPUTS
-        low = tl.load(p_merged + even, mask=m_pair, other=0.0, cache_modifier=".cg")
-        high = tl.load(p_merged + odd, mask=m_pair, other=0.0, cache_modifier=".cg")
-        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=0)
-        scale = tl.maximum(tl.div_rn(largest, _LARGEST_CODE), _SMALLEST_SCALE)
-        low = _round(tl.div_rn(low, scale)).to(tl.int32)
-        high = _round(tl.div_rn(high, scale)).to(tl.int32)
+        x = tl.load(p_merged + o_input, mask=m_input, other=0.0, cache_modifier=".cg")
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), _LARGEST_CODE), _SMALLEST_SCALE)
+        even, odd = tl.split(_round(_divide(x, scale, ASM)).to(tl.int32))
         p_codes += row.to(tl.int64) * INPUTS
-        tl.store(p_codes + o_pair, low.to(tl.int8), mask=m_pair)
-        tl.store(p_codes + INPUTS // 2 + o_pair, high.to(tl.int8), mask=m_pair)
-        sums = tl.sum(tl.reshape(low + high, (2 * PAIRS // _RUN, _RUN // 2)), axis=1)
+        tl.store(p_codes + o_pair, even.to(tl.int8), mask=m_pair)
+        tl.store(p_codes + INPUTS // 2 + o_pair, odd.to(tl.int8), mask=m_pair)
+        sums = tl.sum(tl.reshape(even + odd, (2 * PAIRS // _RUN, _RUN // 2)), axis=1)
         o_run = tl.arange(0, 2 * PAIRS // _RUN)
         tl.store(p_sums + row * (INPUTS // _RUN) + o_run, sums, mask=o_run < INPUTS // _RUN)
         tl.store(p_scale + row, scale)
@@ -1248,13 +1280,13 @@ def _kv_store_kernel(
             kv_head = (head - HEADS).to(tl.int64)
             p_units += kv_head * head_stride
             p_scale += kv_head * scale_head_stride
-            _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
+            _store_entries(x0, x1, x2, x3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D, ASM)
     else:
         v0, v1, v2, v3 = _fours(p_x, o_unit, m_unit)
         value_head = (head - HEADS - KV_HEADS).to(tl.int64)
         p_units += value_head * head_stride + kind_stride
         p_scale += value_head * scale_head_stride + scale_kind_stride
-        _store_entries(v0, v1, v2, v3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D)
+        _store_entries(v0, v1, v2, v3, p_units, p_scale, plane_stride, o_entry, o_unit, m_token, m_unit, D, ASM)
 
 
 @triton.jit(do_not_specialize=["stop"])
