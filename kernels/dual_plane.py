@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitnest_format.kernels.dual_plane_mma import ARGMAX, GATE_UP, PLAIN, ROWS, TOKENS, dual_plane_mma_kernel
 from bitnest_format.kernels.launch import features
 from bitnest_format.kernels.operands import RUN, Activations, Best, DualPlaneWeight, View
 from bitnest_format.kernels.primitives import release_dependents, wait_for_inputs
@@ -34,15 +35,13 @@ TARGET_OFFSET = tl.constexpr(136)
 # Words that one warp loads at a time, 16 bytes a thread.
 LEAST_WORDS = 128
 LONG_ROW = 1024
-ARGMAX_ROWS = 8
+ARGMAX_ROWS = ROWS
 MANY_OUTPUTS = 16384
-
-PLAIN, GATE_UP, ARGMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the work is cut: weight rows and words a program handles at a time, its warps, its loads in flight.
+    """How `dp4a` walks: weight rows and words a program handles at a time, its warps, its loads in flight.
 
     `ahead`: the next words are loaded while the present ones are multiplied. All of it decides the order of float
     additions, so the tiles of the target belong to what a version of this package computes.
@@ -54,8 +53,23 @@ class Tile:
     ahead: bool
 
 
-def tile(outputs: int, words: int, view: View) -> Tile:
-    """The tile for a weight of `outputs` rows of `words` words; see benchmarks/README.md for how it was measured."""
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """How tensor cores walk: warps that share 16 weight rows, groups that each fetches at a time."""
+
+    warps: int
+    batch: int
+    ahead: bool
+
+
+def tile(weight: DualPlaneWeight, view: View) -> Tile | MmaTile:
+    """The way a weight is walked; never a question of how many rows it is multiplied with.
+
+    See benchmarks/README.md for how these were measured.
+    """
+    outputs, words = weight.base.shape
+    if view == "target" and weight.scale_pairs is not None:
+        return MmaTile(8, 4, False) if words > LONG_ROW else MmaTile(4, 4, False)
     if view == "draft":
         chosen = Tile(4, 512, 2, True) if words > LONG_ROW else Tile(4, 512, 4, True)
         if outputs > MANY_OUTPUTS:
@@ -101,18 +115,92 @@ def _launch(
     index: Tensor | None,
     *,
     add: bool = False,
-    chosen: Tile | None = None,
+    chosen: Tile | MmaTile | None = None,
+) -> None:
+    walk = chosen or tile(weight, view)
+    if isinstance(walk, Tile):
+        _launch_dp4a(acts, weight, view, rows, epilogue, out, index, add, walk)
+        return
+    for first in range(0, rows, TOKENS):
+        some = slice(first, first + TOKENS)
+        _launch_mma(
+            acts.codes[some],
+            acts.scale[some],
+            weight,
+            view,
+            min(TOKENS, rows - first),
+            epilogue,
+            out[some],
+            None if index is None else index[some],
+            add,
+            walk,
+        )
+
+
+def _launch_mma(
+    codes: Tensor,
+    act_scale: Tensor,
+    weight: DualPlaneWeight,
+    view: View,
+    rows: int,
+    epilogue: int,
+    out: Tensor,
+    index: Tensor | None,
+    add: bool,
+    walk: MmaTile,
 ) -> None:
     use = features(weight.base.device)
-    words = weight.base.shape[1]
-    shape = chosen or tile(weight.outputs, words, view)
-    if epilogue == ARGMAX.value:
-        # Blocks are the same for both views: one must not leave results that the other does not overwrite.
-        shape = replace(shape, rows=ARGMAX_ROWS)
-    options: dict[str, Any] = {"num_warps": shape.warps}
+    assert weight.scale_pairs is not None
+    options: dict[str, Any] = {"num_warps": walk.warps}
     if use.pdl:
         options["launch_pdl"] = True
-    dual_plane_kernel[(triton.cdiv(weight.outputs, shape.rows),)](
+    dual_plane_mma_kernel[(triton.cdiv(weight.outputs, ROWS),)](
+        codes.view(torch.int32),
+        act_scale,
+        weight.base,
+        weight.refinement if view == "target" else weight.base,
+        weight.scale_pairs,
+        weight.bias if weight.bias is not None else weight.scale,
+        out,
+        out if index is None else index,
+        weight.outputs,
+        out.shape[1],
+        W=weight.base.shape[1],
+        G=weight.scale.shape[1],
+        S=weight.scale_pairs.shape[1],
+        M=rows,
+        TARGET=view == "target",
+        EPILOGUE=epilogue,
+        BIAS=weight.bias is not None,
+        ADD=add,
+        WARPS=walk.warps,
+        BATCH=walk.batch,
+        AHEAD=walk.ahead,
+        ASM=use.asm,
+        PDL=use.pdl,
+        **options,
+    )
+
+
+def _launch_dp4a(
+    acts: Activations,
+    weight: DualPlaneWeight,
+    view: View,
+    rows: int,
+    epilogue: int,
+    out: Tensor,
+    index: Tensor | None,
+    add: bool,
+    walk: Tile,
+) -> None:
+    use = features(weight.base.device)
+    if epilogue == ARGMAX.value:
+        # Blocks are the same for both views: one must not leave results that the other does not overwrite.
+        walk = replace(walk, rows=ARGMAX_ROWS)
+    options: dict[str, Any] = {"num_warps": walk.warps}
+    if use.pdl:
+        options["launch_pdl"] = True
+    dual_plane_kernel[(triton.cdiv(weight.outputs, walk.rows),)](
         acts.codes.view(torch.int32),
         acts.scale,
         acts.sums,
@@ -124,16 +212,16 @@ def _launch(
         out if index is None else index,
         weight.outputs,
         out.shape[1],
-        W=words,
+        W=weight.base.shape[1],
         G=weight.scale.shape[1],
         M=rows,
         TARGET=view == "target",
         EPILOGUE=epilogue,
         BIAS=weight.bias is not None,
         ADD=add,
-        BLOCK_O=shape.rows,
-        BLOCK_W=shape.words,
-        AHEAD=shape.ahead,
+        BLOCK_O=walk.rows,
+        BLOCK_W=walk.words,
+        AHEAD=walk.ahead,
         ASM=use.asm,
         PDL=use.pdl,
         **options,

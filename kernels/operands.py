@@ -20,6 +20,10 @@ View = Literal["draft", "target"]
 # Inputs that share one published sum of codes: the smallest group, so that every group is a whole number of runs.
 RUN = 32
 
+# Inputs of a group that tensor cores take, and scales that are fetched together.
+MMA_GROUP = 128
+MMA_SCALES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Activations:
@@ -63,8 +67,9 @@ class Activations:
 class DualPlaneWeight:
     """A nested weight as stored: `base` and `refinement` int32 words `[O, I / 8]`, `scale` float16 or float32 `[O, G]`.
 
-    `refinement` is None where only the draft view will be asked for. `bias` float32 `[O]` or None. `permutation` int32 `[I]`: the
-    input that each stored column belongs to, None where columns stand in order; whoever fills `Activations` obeys it.
+    `refinement` is None where only the draft view will be asked for. `bias` float32 `[O]` or None. `permutation` int32
+    `[I]`: the input that each stored column belongs to, None where columns stand in order; whoever fills `Activations`
+    obeys it. `scale_pairs`: see the function of that name; None where tensor cores are not to be used.
     """
 
     base: Tensor
@@ -72,6 +77,7 @@ class DualPlaneWeight:
     scale: Tensor
     bias: Tensor | None = None
     permutation: Tensor | None = None
+    scale_pairs: Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -84,6 +90,19 @@ class DualPlaneWeight:
     @property
     def group_size(self) -> int:
         return self.inputs // self.scale.shape[1]
+
+
+def scale_pairs(scale: Tensor, group_size: int) -> Tensor | None:
+    """Scales as tensor cores are fed with them: int32 `[O, 4 * ceil(G / 8)]`, two float16 to a word, zeros at the end.
+
+    Shares memory with `scale` where its rows already have such a length. None for scales that are not float16 and for
+    groups of other sizes than 128.
+    """
+    if scale.dtype != torch.float16 or group_size != MMA_GROUP:
+        return None
+    missing = -scale.shape[1] % MMA_SCALES
+    padded = torch.nn.functional.pad(scale, (0, missing)) if missing else scale
+    return padded.contiguous().view(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

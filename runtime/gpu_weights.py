@@ -24,7 +24,7 @@ from bitnest_format.architecture import (
 )
 from bitnest_format.checkpoint import Checkpoint, NestedWeight
 from bitnest_format.errors import UnsupportedModelError
-from bitnest_format.kernels.operands import AttentionShape, DualPlaneWeight, Rope
+from bitnest_format.kernels.operands import AttentionShape, DualPlaneWeight, Rope, scale_pairs
 from bitnest_format.runtime.linear import join
 from bitnest_format.runtime.rope import RopeTable
 
@@ -161,14 +161,16 @@ def random_nested(
     def weight(outputs: int, inputs: int, bias: bool = False) -> DualPlaneWeight:
         groups = 1 if group_size == -1 else inputs // group_size
         scale = torch.rand(outputs, groups, device=device, generator=generator) + 0.5
+        scale = (scale / (CODE_DEVIATION * inputs**0.5)).to(scale_type)
         base = plane(outputs, inputs)
         # Where a base code is -8 (a nibble of zeros), the refinement's highest bit makes its code 0 or more.
         lowest = ~(base | base >> 1 | base >> 2 | base >> 3) & 0x11111111
         return DualPlaneWeight(
             base=base,
             refinement=plane(outputs, inputs) | lowest << 3,
-            scale=(scale / (CODE_DEVIATION * inputs**0.5)).to(scale_type),
+            scale=scale,
             bias=torch.zeros(outputs, device=device) if bias else None,
+            scale_pairs=scale_pairs(scale, inputs // groups),
         )
 
     sizes = read_architecture(config)
@@ -276,12 +278,14 @@ def dual_plane_weight(
     base, scale = moved(weight.base), moved(weight.scale)
     bias = moved(weight.bias)
     assert base is not None and scale is not None
+    scale = scale if scale.dtype == torch.float16 else scale.float()
     return DualPlaneWeight(
         base=base,
         refinement=moved(weight.refinement) if refined else None,
-        scale=scale if scale.dtype == torch.float16 else scale.float(),
+        scale=scale,
         bias=None if bias is None else bias.float(),
         permutation=None if weight.permutation is None else weight.permutation.to(device, torch.int32),
+        scale_pairs=scale_pairs(scale, packing.CODES_PER_WORD * base.shape[1] // scale.shape[1]),
     )
 
 
