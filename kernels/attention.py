@@ -1215,7 +1215,7 @@ def _merge(
     peak = position * 0 + float("-inf")
     total = position * 0.0
     accumulator = tl.zeros([BLOCK], tl.float32)
-    for block in tl.range(first // SPLITS * SPLITS, last + 1, SPLITS, num_stages=2):
+    for block in tl.range(first // SPLITS * SPLITS, last + 1, SPLITS, num_stages=4):
         o_split = block + tl.arange(0, SPLITS)
         m_split = (o_split >= first) & (o_split <= last)
         p_partial = first_partial + o_split
