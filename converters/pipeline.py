@@ -247,16 +247,20 @@ class _Conversion:
         """The final norm as it is stored, and the head as a module, solved some rows at a time."""
         name, fold = self._head_source()
         matrix = self.source.read(name)
-        rows_at_once = max(1, WEIGHTS_AT_ONCE // matrix.shape[1])
-        chunks = matrix.split(rows_at_once)
+        chunks = matrix.split(max(1, WEIGHTS_AT_ONCE // matrix.shape[1]))
 
-        def pieces() -> Iterator[Tensor]:
-            for number, rows in enumerate(chunks):
-                self.report("quantizing the head", number, len(chunks))
-                yield self._folded_rows(rows, fold)
+        def progress(done: int) -> None:
+            self.report("quantizing the head", done, len(chunks))
 
-        solved = quantize_in_pieces(HEAD_MODULE, pieces, hessian, self.plan.group_sizes[HEAD_MODULE], self.options)
-        self.report("quantizing the head", len(chunks), len(chunks))
+        solved = quantize_in_pieces(
+            HEAD_MODULE,
+            lambda: (self._folded_rows(rows, fold) for rows in chunks),
+            hessian,
+            self.plan.group_sizes[HEAD_MODULE],
+            self.options,
+            progress,
+        )
+        progress(len(chunks))
         return Part(
             base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, norm)), **_pending(solved.base)},
             refinement=_pending(solved.refinement),

@@ -73,12 +73,13 @@ def quantize_in_pieces(
     hessian: Tensor | None,
     group_size: int,
     options: ConvertOptions,
+    progress: Callable[[int], None],
 ) -> SolvedModule:
     """Quantize a module whose weight is too large to be held in float32, such as the head.
 
     `pieces()` gives the rows of its weight, float32 `[r, I]`, in order and always alike; it is called twice, because
     the type of the scales has to be known first. `hessian` as in `quantize_together`. What is held of a finished
-    piece are its packed planes and scales.
+    piece are its packed planes and scales. `progress` is called with the number of finished pieces, from 0 on.
     """
     factor = None if hessian is None else gptq_solver.inverse_factor(hessian, options.damping)
     fits = all(
@@ -88,7 +89,8 @@ def quantize_in_pieces(
     stored: dict[str, list[Tensor]] = {BASE_SUFFIX: [], SCALE_SUFFIX: [], REFINEMENT_SUFFIX: []}
     clipped = norm = draft_error = target_error = 0.0
     outputs = inputs = 0
-    for weight in pieces():
+    for number, weight in enumerate(pieces()):
+        progress(number)
         base, refinement, scale, clipped_rows = _quantize(weight, factor, group_size, scale_type, options)
         stored[BASE_SUFFIX].append(packing.pack(base).cpu())
         stored[SCALE_SUFFIX].append(scale.cpu())
