@@ -23,6 +23,7 @@ from bitnest_format.kernels.operands import (
     Partials,
     Rope,
     View,
+    scale_pairs,
 )
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
@@ -73,7 +74,15 @@ def _dual_plane_cases() -> list[KernelCase]:
                     {"add": layer != "qkv"},
                 )
             found.append(_product(f"dual_plane {layer} {name}", launch, acts, weight, view, out, rows, **options))
-    return found
+    # Groups of other sizes, and scales of other types, go without tensor cores.
+    outputs, inputs = WEIGHTS["qkv"]
+    acts, weight, out = (
+        Activations.empty(MOST_ROWS, inputs, META),
+        _weight(outputs, inputs, False),
+        _floats(ROWS, outputs),
+    )
+    linear = dual_plane.dual_plane_linear
+    return [*found, _product(f"dual_plane qkv dp4a target M={ROWS}", linear, acts, weight, "target", out, ROWS)]
 
 
 def _head_cases() -> list[KernelCase]:
@@ -142,7 +151,7 @@ def _attention_cases() -> list[KernelCase]:
             attention.kv_store,
             *(_floats(PROMPT_ROWS, SHAPE.projections), None, rope, 256, cache, SHAPE),
             *(_halves(SHAPE.heads, PROMPT_ROWS, size), PROMPT_ROWS),
-            wide=1,
+            wide=0,
         ),
         _case("kv_load", attention.kv_load, cache, SHAPE, 4096, halves, halves, wide=1),
     ]
@@ -212,9 +221,10 @@ def _case(
     return KernelCase(name, partial(launch, *operands, **options), (expect,))
 
 
-def _weight(outputs: int, inputs: int) -> DualPlaneWeight:
-    planes = _words(outputs, inputs // 8)
-    return DualPlaneWeight(planes, planes, _halves(outputs, inputs // GROUP))
+def _weight(outputs: int, inputs: int, paired: bool = True) -> DualPlaneWeight:
+    """`paired`: with scales as tensor cores take them."""
+    planes, scale = _words(outputs, inputs // 8), _halves(outputs, inputs // GROUP)
+    return DualPlaneWeight(planes, planes, scale, scale_pairs=scale_pairs(scale, GROUP) if paired else None)
 
 
 def _floats(*shape: int) -> Tensor:

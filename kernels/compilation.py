@@ -34,6 +34,8 @@ ARCHITECTURES = (80, 87, 90)
 FIRST_WITH_PDL = 90
 # Above this a kernel asks for another carve-out of the L1 cache, which costs its neighbours in a graph.
 DECODE_SHARED_BYTES = 48 * 1024
+# Where hand-written matrix instructions expect a tile: four lanes to a row, 16 bytes each, warps below each other.
+MMA_LAYOUT = "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{}, 1], order = [1, 0]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,8 @@ class Facts:
     `blocks` and `warps` of the launch, `registers` of a thread, `shared_bytes` of a block, `local_bytes` of a thread's
     stack, `spills`: loads and stores of local memory. `loads`: global loads by bytes, those into shared memory
     included. `overlaps`: the launch may begin before earlier kernels have ended; `waits`: instructions that wait for
-    them, `loads_before_wait`: of 16 bytes.
+    them, `loads_before_wait`: of 16 bytes. `mma_layouts`: how tensors that feed hand-written matrix instructions lie in
+    the registers of threads.
     """
 
     kernel: str
@@ -98,6 +101,7 @@ class Facts:
     waits: int
     loads_before_wait: int
     stores_before_wait: int
+    mma_layouts: tuple[str, ...] = ()
 
     @property
     def wide_loads(self) -> int:
@@ -208,7 +212,15 @@ def read_listing(listing: str, reserved: Mapping[str, int], compiled: Compiled) 
         waits=count["ACQBULK"],
         loads_before_wait=sum(1 for code in codes[:wait] if code.startswith("LDG") and _load_bytes(code) == 16),
         stores_before_wait=sum(1 for code in codes[:wait] if code.startswith(("STG", "RED", "ATOMG"))),
+        mma_layouts=mma_layouts(compiled.result.asm["ttgir"]),
     )
+
+
+def mma_layouts(ttgir: str) -> tuple[str, ...]:
+    """The different layouts of tensors that go into, and come from, inline assembly with matrix instructions."""
+    named = dict(re.findall(r"^(#\w+) = #ttg\.\w+<\{(.*)\}>$", ttgir, re.MULTILINE))
+    used = re.findall(r"tt\.elementwise_inline_asm [^\n]*mma\.sync[^\n]* : ([^\n]*)", ttgir)
+    return tuple(sorted({named.get(name, name) for types in used for name in re.findall(r", (#\w+)>", types)}))
 
 
 def violations(facts: Facts, expect: Expectation) -> list[str]:
@@ -226,6 +238,8 @@ def violations(facts: Facts, expect: Expectation) -> list[str]:
         found.append("tensor cores: no matrix instruction")
     if expect.shared_bytes is not None and facts.shared_bytes > expect.shared_bytes:
         found.append(f"shared memory: {facts.shared_bytes} bytes, expected at most {expect.shared_bytes}")
+    expected = MMA_LAYOUT.format(facts.warps)
+    found += [f"matrix operands: {layout}, expected {expected}" for layout in facts.mma_layouts if layout != expected]
     if facts.overlaps and not facts.waits:
         found.append("dependent launch: no wait for earlier kernels")
     if facts.waits and not facts.overlaps:

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from bitnest_format.kernels import compilation
-from bitnest_format.kernels.compilation import Compiled, Expectation, Facts, read_listing, table, violations
+from bitnest_format.kernels.compilation import (
+    Compiled,
+    Expectation,
+    Facts,
+    mma_layouts,
+    read_listing,
+    table,
+    violations,
+)
 
 pytest.importorskip("triton")
 
@@ -148,6 +156,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     facts: dict[tuple[str, int], list[Facts]] = {}
     for kernel in report["kernels"]:
         key = kernel.pop("case"), kernel.pop("arch")
+        kernel["mma_layouts"] = tuple(kernel["mma_layouts"])
         kernel["loads"] = {int(size): number for size, number in kernel["loads"].items()}
         facts.setdefault(key, []).append(Facts(**kernel))
     return {"facts": facts, "violations": report["violations"], "dump": folder / "dump"}
@@ -272,9 +281,34 @@ FACTS = Facts(
 
 
 def test_read_listing() -> None:
-    result = SimpleNamespace(metadata=SimpleNamespace(shared=1024, launch_pdl=True))
+    result = SimpleNamespace(metadata=SimpleNamespace(shared=1024, launch_pdl=True), asm={"ttgir": ""})
     compiled = Compiled(name="kernel", blocks=12, warps=4, result=result)
     assert read_listing(LISTING, {"REG": 26, "STACK": 8, "LOCAL": 0}, compiled) == FACTS
+
+
+TTGIR = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [4, 1], order = [1, 0]}>
+#blocked1 = #ttg.blocked<{sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>
+#other = #ttg.slice<{dim = 0, parent = #blocked}>
+#loc7 = loc("p")
+    %1 = tt.elementwise_inline_asm "{ mma.sync.aligned.m16n8k32 }" {packed_element = 8 : i32} %b, %a : ENDS loc(#loc7)
+    %2 = tt.elementwise_inline_asm "{ dp4a }" {packed_element = 1 : i32} %b : tensor<64xi32, #blocked1> loc(#loc7)
+"""
+
+
+def test_mma_layouts() -> None:
+    straight = "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [4, 1], order = [1, 0]"
+    flat = "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]"
+    tile = "tensor<64x16xi32, #blocked>"
+    one = TTGIR.replace("ENDS", f"{tile}, {tile} -> {tile}")
+    two = TTGIR.replace("ENDS", f"{tile}, tensor<64xi32, #blocked1> -> {tile}")
+    assert mma_layouts(one) == (straight,)
+    assert mma_layouts(two) == (straight, flat)
+    facts = replace(FACTS, spills=0, local_bytes=0, stores_before_wait=0)
+    assert violations(replace(facts, mma_layouts=mma_layouts(one)), Expectation()) == []
+    assert violations(replace(facts, mma_layouts=mma_layouts(two)), Expectation()) == [
+        f"matrix operands: {flat}, expected {straight}"
+    ]
 
 
 def test_violations_of_shared_memory() -> None:
