@@ -1,5 +1,49 @@
-"""Kernels are interpreted in the test process: the choice is made when they are decorated, so before any import."""
+"""Where these tests run kernels: in the interpreter on the CPU, or compiled, with `BITNEST_TEST_DEVICE=cuda`.
+
+The interpreter is chosen when a kernel is decorated, so before any import. On a GPU the tests are the same: all tensors
+that they or the twins make on the CPU are moved there as they are made, so that random numbers do not change.
+"""
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+ON_GPU = os.environ.get("BITNEST_TEST_DEVICE") == "cuda"
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+FACTORIES = {
+    torch.arange,
+    torch.empty,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.rand,
+    torch.randint,
+    torch.randn,
+    torch.randperm,
+    torch.tensor,
+    torch.zeros,
+}
+
+
+class MadeOnGpu(TorchFunctionMode):
+    """Moves what the functions above make to the GPU."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.cuda() if func in FACTORIES and not made.is_cuda else made
+
+
+@pytest.fixture(autouse=True)
+def kernel_device() -> Iterator[str]:
+    """`"cpu"` in the interpreter, `"cuda"` where kernels are compiled."""
+    if not ON_GPU:
+        yield "cpu"
+        return
+    with MadeOnGpu():
+        yield "cuda"
