@@ -158,7 +158,8 @@ def _accept_kernel(
     kept = tl.maximum(taken - 1, 0)
     following = tl.max(tl.where(o_row == kept, choices, -1), axis=0)
     text = tl.where(o_row < kept, drafts, choices)
-    tl.store(p_ring + (committed + o_row) % RING, text, mask=o_row < taken)
+    # Where a round commits more than the ring holds, only the newest are written, each slot once.
+    tl.store(p_ring + (committed + o_row) % RING, text, mask=(o_row < taken) & (o_row >= taken - RING))
     tl.store(p_tokens, following, mask=advances)
     tl.store(p_committed, committed + taken, mask=advances)
     tl.store(p_histogram + kept, tl.load(p_histogram + kept) + 1, mask=advances)

@@ -864,9 +864,9 @@ def _both_planes(base, fine, ASM: tl.constexpr):
             """{
             .reg .b32 even, odd, t;
             shl.b32 t, $4, 4;
-            lop3.b32 even, t, $5, 0xF0F0F0F0, 0xAC;
+            lop3.b32 even, t, $5, 0xF0F0F0F0, 0xE4;
             shr.u32 t, $5, 4;
-            lop3.b32 odd, $4, t, 0xF0F0F0F0, 0xAC;
+            lop3.b32 odd, $4, t, 0xF0F0F0F0, 0xE4;
             and.b32 $0, even, 0x00FF00FF;
             and.b32 $1, odd, 0x00FF00FF;
             prmt.b32 $2, even, 0, 0x4341;
