@@ -13,7 +13,8 @@ of its warp; this is the layout that the compiler gives to 16-byte loads of such
 test_compilation.py` holds it to that.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code=assignment
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def scale_pairs(scale: Tensor, group_size: int) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class KvPlanes:
-    """One layer's nested cache: `planes` uint8 `[2 planes, 2 (keys, values), K, C, D / 2]`, `scale` float32 `[2, K, C]`.
+    """One layer's nested cache: `planes` uint8 `[2, 2 (keys, values), K, C, D / 2]`, `scale` float32 `[2, K, C]`.
 
     Layout and codes are those of `reference_attention.kv_encode`: two elements a byte, the even one in the low nibble.
     """

@@ -1,6 +1,7 @@
 """Small device functions that several kernels share."""
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def random_half(config: Mapping[str, Any], device: torch.device, *, seed: int = 
 
 
 def half_from_nested(nested: GpuWeights) -> GpuWeights:
-    """The target view of nested weights in float16: the baseline for a checkpoint, with the same text up to rounding."""
+    """The target view of nested weights in float16: the baseline of a checkpoint, its text the same up to rounding."""
     layers = []
     for layer in nested.layers:
         assert isinstance(layer, NestedLayer)

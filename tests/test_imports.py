@@ -51,6 +51,7 @@ ONLY_IN = {
     "pyarrow": {"converters"},
     "rich": {"progress"},
     "matplotlib": {"runtime"},
+    "cuda": {"runtime"},
 }
 # What users are not asked to install beyond the above.
 ANYWHERE = {"torch", "safetensors", "numpy", "tokenizers"}
