@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bitnest_format.kernels.launch import features
 from bitnest_format.kernels.operands import RUN, Activations
-from bitnest_format.kernels.primitives import release_dependents, wait_for_inputs
+from bitnest_format.kernels.primitives import divide, release_dependents, wait_for_inputs
 from bitnest_format.kernels.reference import ACTIVATION_MAX
 from bitnest_format.nesting import SMALLEST_SCALE
 
@@ -289,7 +289,7 @@ def _norm_kernel(
         tl.store(p_stream + o_out, b_x, mask=m_row)
     b_x = b_x.to(tl.float32)
     root = _root(tl.sum(b_x * b_x, axis=0), epsilon, COLUMNS)
-    tl.store(p_out + o_out, (_divide(b_x, root, FUSED) * b_gain).to(p_out.dtype.element_ty), mask=m_row)
+    tl.store(p_out + o_out, (divide(b_x, root, FUSED) * b_gain).to(p_out.dtype.element_ty), mask=m_row)
 
 
 @triton.jit
@@ -356,23 +356,6 @@ def _add_and_maximum(total, largest, other_total, other_largest):
 
 
 @triton.jit
-def _divide(x, divisor, FUSED: tl.constexpr):
-    """`x / divisor` rounded once, for many `x` and one divisor.
-
-    The instruction sequence of a single division branches, so that divisions wait for each other. Two corrections of
-    the product with the divisor's reciprocal give the same bits (Markstein 1990) wherever the remainder is a normal
-    number; a smaller quotient is far below half a code. The interpreter has no fused multiply-add: it divides.
-    """
-    if FUSED:
-        reciprocal = tl.div_rn(1.0, divisor)
-        quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-        return tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-    else:
-        return tl.div_rn(x, divisor)
-
-
-@triton.jit
 def _round(x):
     return (x + _ROUNDING).to(tl.int32, bitcast=True) - _ROUNDING_BITS
 
@@ -391,8 +374,8 @@ def _store_codes(
     FUSED: tl.constexpr,
 ):
     """Quantize a slice given as fours `[SLICE / 8, 4]`; store words of even and of odd codes, and sums of each run."""
-    low = tl.reshape(_round(_divide(b_low, step, FUSED)), [SLICE // 8, 2, 2])
-    high = tl.reshape(_round(_divide(b_high, step, FUSED)), [SLICE // 8, 2, 2])
+    low = tl.reshape(_round(divide(b_low, step, FUSED)), [SLICE // 8, 2, 2])
+    high = tl.reshape(_round(divide(b_high, step, FUSED)), [SLICE // 8, 2, 2])
     low_even, low_odd = tl.split(low)
     high_even, high_odd = tl.split(high)
     even0, even1 = tl.split(low_even)

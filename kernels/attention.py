@@ -45,7 +45,7 @@ from bitnest_format.kernels.operands import (
     Partials,
     Rope,
 )
-from bitnest_format.kernels.primitives import release_dependents, wait_for_inputs
+from bitnest_format.kernels.primitives import divide, release_dependents, wait_for_inputs
 from bitnest_format.kernels.reference import ACTIVATION_MAX
 
 # Warps of a program, and entries that each of them reads at a step. Both decide the order of sums.
@@ -741,26 +741,9 @@ def _store_entries(
 @triton.jit
 def _nibbles(x, scale, ASM: tl.constexpr):
     """Base and refinement codes of elements, each plus 8."""
-    base = _clamp(_round(_divide(x, scale, ASM)))
-    fine = _clamp(_round(_divide(x - base * scale, scale * 0.0625, ASM)))
+    base = _clamp(_round(divide(x, scale, ASM)))
+    fine = _clamp(_round(divide(x - base * scale, scale * 0.0625, ASM)))
     return base.to(tl.int32) + 8, fine.to(tl.int32) + 8
-
-
-@triton.jit
-def _divide(x, divisor, ASM: tl.constexpr):
-    """`x / divisor` rounded once, without the branches of a single division.
-
-    Two corrections of the product with the divisor's reciprocal give the same bits (Markstein 1990) wherever the
-    remainder is a normal number; a smaller quotient is far below half a code. The interpreter has no fused
-    multiply-add: it divides.
-    """
-    if ASM:
-        reciprocal = tl.div_rn(1.0, divisor)
-        quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-        return tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-    else:
-        return tl.div_rn(x, divisor)
 
 
 @triton.jit
@@ -1185,7 +1168,7 @@ def _combine_quantize_kernel(
         p_merged += row.to(tl.int64) * INPUTS
         x = tl.load(p_merged + o_input, mask=m_input, other=0.0, cache_modifier=".cg")
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), _LARGEST_CODE), _SMALLEST_SCALE)
-        even, odd = tl.split(_round(_divide(x, scale, ASM)).to(tl.int32))
+        even, odd = tl.split(_round(divide(x, scale, ASM)).to(tl.int32))
         p_codes += row.to(tl.int64) * INPUTS
         tl.store(p_codes + o_pair, even.to(tl.int8), mask=m_pair)
         tl.store(p_codes + INPUTS // 2 + o_pair, odd.to(tl.int8), mask=m_pair)

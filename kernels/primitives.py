@@ -25,3 +25,20 @@ def wait_for_inputs(PDL: tl.constexpr):
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def divide(x, divisor, ASM: tl.constexpr):
+    """`x / divisor` rounded once, for many `x` and one divisor.
+
+    The instruction sequence of a single division branches, so that divisions wait for each other. Two corrections of
+    the product with the divisor's reciprocal give the same bits (Markstein 1990) wherever the remainder is a normal
+    number; a smaller quotient is far below half a code. The interpreter has no fused multiply-add: it divides.
+    """
+    if ASM:
+        reciprocal = tl.div_rn(1.0, divisor)
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+        return tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    else:
+        return tl.div_rn(x, divisor)
