@@ -60,7 +60,7 @@ MOST_COLUMNS = 8
 NARROW_REGISTERS = 168
 # Splits that the merge reads at a step, and warps of the program that also quantizes a whole row at its end.
 MERGED_SPLITS = 16
-QUANTIZING_WARPS = 8
+QUANTIZING_WARPS = 4
 # Tokens that a program encodes, and entries that one decodes.
 STORED_TOKENS = 16
 LOADED_ENTRIES = 64

@@ -127,6 +127,7 @@ def _launch(
         _launch_mma(
             acts.codes[some],
             acts.scale[some],
+            acts.sums[some],
             weight,
             view,
             min(TOKENS, rows - first),
@@ -141,6 +142,7 @@ def _launch(
 def _launch_mma(
     codes: Tensor,
     act_scale: Tensor,
+    sums: Tensor,
     weight: DualPlaneWeight,
     view: View,
     rows: int,
@@ -158,6 +160,7 @@ def _launch_mma(
     dual_plane_mma_kernel[(triton.cdiv(weight.outputs, ROWS),)](
         codes.view(torch.int32),
         act_scale,
+        sums,
         weight.base,
         weight.refinement if view == "target" else weight.base,
         weight.scale_pairs,
@@ -251,10 +254,12 @@ def dual_plane_kernel(
         b, r, s = _load_weights(base, refinement, weight_scale, rows, 0, W, G, TARGET, BLOCK_W)
         wait_for_inputs(PDL)
         for first in tl.range(0, W, BLOCK_W, num_stages=1):
-            # Past the end the load is masked away.
-            next_b, next_r, next_s = _load_weights(
-                base, refinement, weight_scale, rows, first + BLOCK_W, W, G, TARGET, BLOCK_W
-            )
+            next_b, next_r, next_s = b, r, s
+            if BLOCK_W < W:
+                # Past the end the load is masked away.
+                next_b, next_r, next_s = _load_weights(
+                    base, refinement, weight_scale, rows, first + BLOCK_W, W, G, TARGET, BLOCK_W
+                )
             sums_by_run = _accumulate(sums_by_run, codes, sums, b, r, s, first, W, M, TARGET, BLOCK_O, BLOCK_W, ASM)
             b, r, s = next_b, next_r, next_s
     else:

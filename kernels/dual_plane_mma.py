@@ -58,43 +58,43 @@ def _unpack_draft(j: int) -> str:
 def _step(target: bool, scale: int) -> str:
     """One group: `acc += scale * (weights x activations)`, for the scale of that number among the lane's eight.
 
-    Operands: results 0..7, base words 8..15, refinement words 16..23, activations 24..31, scales 32..39, sums 40..47;
-    of eight, the first four belong to tile row r, the others to r + 8. Sums and results use the first two of four.
+    Operands: results 0..7, base words 8..15, refinement words 16..23, activations 24..31, scales 32..39, sums of codes
+    40..47, `acc` 48..55; of eight, the first four belong to tile row r, the others to r + 8. Of four results or `acc`
+    the first two count; of sums, four are the runs of one token.
     """
-    # Half of what the nibbles' offsets add to a code, negative: it fits into a signed byte, the whole would not.
-    half_offset = "0xBCBCBCBC" if target else "0xC0C0C0C0"
-    product = "mma.sync.aligned.m16n8k32.row.col.s32"
-    lines = [
-        "{ .reg .b32 t, k, a0, a1, a2, a3, c0, c1, c2, c3; .reg .b16 h, l; .reg .f32 s0, s1, f;",
-        f"mov.b32 k, {half_offset}; mov.b32 c0, 0; mov.b32 c1, 0; mov.b32 c2, 0; mov.b32 c3, 0;",
-    ]
-    for j in range(4):
-        lines.append(
-            f"{product}.s8.s8.s32 {{c0, c1, c2, c3}}, {{k, k, k, k}}, {{${24 + j}, ${28 + j}}}, {{c0, c1, c2, c3}};"
-        )
-    lines.append("add.s32 c0, c0, c0; add.s32 c1, c1, c1; add.s32 c2, c2, c2; add.s32 c3, c3, c3;")
+    lines = ["{ .reg .b32 t, k, a0, a1, a2, a3, c0, c1, c2, c3, d0, d1, d2, d3; .reg .b16 h, l; .reg .f32 s0, s1, f;"]
+    # What the nibbles' offsets add to a code, times the sum of the codes it is multiplied with.
+    offset = -136 if target else -128
+    for accumulator, first in (("c0", 40), ("c1", 44)):
+        lines.append(f"add.s32 t, ${first}, ${first + 1}; add.s32 k, ${first + 2}, ${first + 3}; add.s32 t, t, k;")
+        lines.append(f"mul.lo.s32 {accumulator}, t, {offset};")
+    lines.append("mov.b32 c2, c0; mov.b32 c3, c1; mov.b32 d0, 0; mov.b32 d1, 0; mov.b32 d2, 0; mov.b32 d3, 0;")
+    # Two sums at a time, since each product waits for the one before it.
     for j in range(4):
         lines.append(_unpack_target(j) if target else _unpack_draft(j))
+        sums = "{c0, c1, c2, c3}" if j % 2 == 0 else "{d0, d1, d2, d3}"
         lines.append(
-            f"{product}.u8.s8.s32 {{c0, c1, c2, c3}}, {{a0, a1, a2, a3}}, {{${24 + j}, ${28 + j}}}, {{c0, c1, c2, c3}};"
+            f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {sums}, {{a0, a1, a2, a3}}, "
+            f"{{${24 + j}, ${28 + j}}}, {sums};"
         )
     chosen = "h" if scale % 2 else "l"
     for name, operand in (("s0", 32 + scale // 2), ("s1", 36 + scale // 2)):
         lines.append(f"mov.b32 {{l, h}}, ${operand}; cvt.f32.f16 {name}, {chosen};")
     for column, (result, of_row) in enumerate(((0, "s0"), (1, "s0"), (4, "s1"), (5, "s1"))):
-        lines.append(f"cvt.rn.f32.s32 f, c{column}; fma.rn.f32 ${result}, f, {of_row}, ${40 + result};")
-    lines += [f"mov.b32 ${result}, ${40 + result};" for result in (2, 3, 6, 7)]
+        lines.append(f"add.s32 t, c{column}, d{column}; cvt.rn.f32.s32 f, t;")
+        lines.append(f"fma.rn.f32 ${result}, f, {of_row}, ${48 + result};")
+    lines += [f"mov.b32 ${result}, ${48 + result};" for result in (2, 3, 6, 7)]
     return "\n".join([*lines, "}"])
 
 
 STEPS_TARGET = tl.constexpr(tuple(_step(True, scale) for scale in range(SCALES)))
 STEPS_DRAFT = tl.constexpr(tuple(_step(False, scale) for scale in range(SCALES)))
-CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["r"] * 32 + ["f"] * 8))
+CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["r"] * 40 + ["f"] * 8))
 
 
 @triton.jit
 def dual_plane_mma_kernel(
-    codes, act_scale, base, refinement, scales, bias, out, index, outputs, out_stride,
+    codes, act_scale, sums, base, refinement, scales, bias, out, index, outputs, out_stride,
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M: tl.constexpr, TARGET: tl.constexpr, EPILOGUE: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, WARPS: tl.constexpr, BATCH: tl.constexpr, AHEAD: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -112,6 +112,9 @@ def dual_plane_mma_kernel(
     p_refinement = refinement + rows[:, None] * W + word[None, :]
     p_codes = codes + (token * 2 + parity)[:, None] * W + word[None, :]
     p_scales = scales + rows[:, None] * S + (word % 4)[None, :]
+    # Lane t of four needs the sums of tokens 2 t and 2 t + 1, whose products it will hold.
+    summed = 2 * (word // 4)[None, :] + parity[:, None]
+    p_sums = sums + summed * (W // 4) + (word % 4)[None, :]
     is_token = token[:, None] < M
     acc = tl.zeros((16 * WARPS, 16), tl.float32)
     STRIDE: tl.constexpr = WARPS * BATCH
@@ -126,10 +129,12 @@ def dual_plane_mma_kernel(
         for step in tl.static_range(BATCH):
             inside = ((first + group + step) < G)[:, None] & is_token
             x = tl.load(p_codes + ((first + group + step) * 16)[:, None], mask=inside, other=0)
-            acc = mma_step(acc, b[step], r[step], x, s[step // 8], step % 8, TARGET, WARPS, ASM)
+            of_runs = ((first + group + step) < G)[:, None] & (summed < M)
+            z = tl.load(p_sums + ((first + group + step) * 4)[:, None], mask=of_runs, other=0)
+            acc = mma_step(acc, b[step], r[step], x, s[step // 8], z, step % 8, TARGET, WARPS, ASM)
         if AHEAD:
             b, r, s = next_b, next_r, next_s
-        else:
+        elif STRIDE < G:
             b, r, s = _load_batch(p_base, p_refinement, p_scales, first + STRIDE + group, G, TARGET, BATCH)
     # Warps are added in a fixed order; what is left is [16 weight rows, 4 lanes x (2 tokens, 2 unused)].
     y = tl.reshape(tl.sum(tl.reshape(acc, (2, WARPS, 8 * 16)), 1), (16, 16))
@@ -186,17 +191,17 @@ def _load_batch(p_base, p_refinement, p_scales, group, G: tl.constexpr, TARGET: 
 
 @triton.jit
 def mma_step(
-    acc, b, r, x, s, SCALE: tl.constexpr, TARGET: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr
+    acc, b, r, x, s, z, SCALE: tl.constexpr, TARGET: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Add one group to the sums of a tile; see the module's text for where everything stands."""
     if ASM:
         if TARGET:
             return tl.inline_asm_elementwise(
-                STEPS_TARGET[SCALE], CONSTRAINTS, [b, r, x, s, acc], dtype=tl.float32, is_pure=True, pack=8
+                STEPS_TARGET[SCALE], CONSTRAINTS, [b, r, x, s, z, acc], dtype=tl.float32, is_pure=True, pack=8
             )
         else:
             return tl.inline_asm_elementwise(
-                STEPS_DRAFT[SCALE], CONSTRAINTS, [b, b, x, s, acc], dtype=tl.float32, is_pure=True, pack=8
+                STEPS_DRAFT[SCALE], CONSTRAINTS, [b, b, x, s, z, acc], dtype=tl.float32, is_pure=True, pack=8
             )
     else:
         half: tl.constexpr = 2

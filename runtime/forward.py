@@ -1,4 +1,4 @@
-"""The nodes of one forward pass over static buffers: nine a layer, and two for the head.
+"""The nodes of one forward pass over static buffers: nine a layer (ten for the target), and two for the head.
 
 Nothing here waits for the device or reads from it, so a pass can be captured into a graph. Two passes are written out:
 that of the nested model by either view, and that of its float16 baseline, whose products are the library's.
@@ -16,8 +16,8 @@ from bitnest_format.kernels.operands import Activations, Best, DualPlaneWeight, 
 from bitnest_format.kernels.ops import Ops
 from bitnest_format.runtime.gpu_weights import GpuWeights, HalfLayer, NestedLayer
 
-# Nodes of a pass, by design; `graph_nodes` of an engine counts those that were captured.
-NODES_PER_LAYER = 9
+# Nodes of a layer, by design; `graph_nodes` of an engine counts those that were captured.
+NODES_PER_LAYER = {"draft": 9, "verify": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class DraftKv:
 
     switch: int
     recent: int
+
+    def fine_from(self, stop: int) -> int:
+        """The first of `stop` entries that a draft reads at KV8."""
+        return max(0, stop - self.recent) if stop > self.switch else 0
 
 
 class Forward(Protocol):
@@ -70,6 +74,8 @@ class NestedForward:
         self.weights, self.ops, self.draft_kv = weights, ops, draft_kv
         self.layers: list[NestedLayer] = [layer for layer in weights.layers if isinstance(layer, NestedLayer)]
         self.rope = weights.rope_of(capacity)
+        # Where no text can get past the switch, drafts read as the target does, with its simpler kernel.
+        self.may_switch = capacity > draft_kv.switch
         # Zeros rather than whatever was there: a masked entry is multiplied by zero, and NaN would stay NaN.
         heads, size = sizes.kv_heads, sizes.head_dim
         self.planes = torch.zeros(sizes.layers, 2, 2, heads, capacity, size // 2, dtype=torch.uint8, device=device)
@@ -104,11 +110,17 @@ class NestedForward:
             product.dual_plane_linear(acts, layer.qkv, view, self.qkv, rows)
             attention.attend(
                 self.qkv, layer.head_norm, self.rope, place.position, place.offset, self.cache[number], layer.shape,
-                self.partials, rows, draft=view == "draft", kv_switch=self.draft_kv.switch,
+                self.partials, rows, draft=view == "draft" and self.may_switch, kv_switch=self.draft_kv.switch,
                 kv_recent=self.draft_kv.recent,
             )  # fmt: skip
             acts = self.attention_acts.ordered_for(layer.o)
-            attention.combine_quantize(self.partials, place.position, place.offset, layer.shape, acts, rows)
+            if view == "draft":
+                attention.combine_quantize(self.partials, place.position, place.offset, layer.shape, acts, rows)
+            else:
+                # Two nodes are faster where there are several rows, and the target does the same for any number.
+                merged = self.partials.merged
+                attention.combine(self.partials, place.position, place.offset, layer.shape, merged, rows)
+                activation.quantize(merged, acts, rows)
             product.dual_plane_linear(acts, layer.o, view, self.stream, rows, add=True)
             acts = self.hidden_acts.ordered_for(layer.gate_up)
             activation.norm_quantize(self.stream, layer.mlp_norm, epsilon, acts, rows)
