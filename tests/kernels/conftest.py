@@ -6,6 +6,7 @@ that they or the twins make on the CPU are moved there as they are made, so that
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,25 @@ from torch.overrides import TorchFunctionMode
 ON_GPU = os.environ.get("BITNEST_TEST_DEVICE") == "cuda"
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def patch_the_language_once() -> None:
+    """Let the interpreter put its functions into `triton.language` now, for good.
+
+    It does so at every launch and every call of a device function, which takes half of these tests' time.
+    """
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    done = interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda function: done
+
+
+if not ON_GPU:
+    patch_the_language_once()
 
 FACTORIES = {
     torch.arange,
