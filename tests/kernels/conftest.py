@@ -56,7 +56,7 @@ class MadeOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return made.cuda() if func in FACTORIES and not made.is_cuda else made
+        return made.cuda() if func in FACTORIES and made.device.type == "cpu" else made
 
 
 @pytest.fixture(autouse=True)
