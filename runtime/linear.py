@@ -129,7 +129,8 @@ def _stack(weights: list[NestedWeight]) -> NestedWeight:
     biases = [weight.bias.float() for weight in weights if weight.bias is not None]
     return NestedWeight(
         base=torch.cat([weight.base for weight in weights]),
-        scale=torch.cat([weight.scale.float() for weight in weights]),
+        # Stays float16 where all parts are; torch.cat widens otherwise.
+        scale=torch.cat([weight.scale for weight in weights]),
         refinement=torch.cat(refinements) if refinements else None,
         bias=torch.cat(biases) if biases else None,
         permutation=weights[0].permutation,
