@@ -16,7 +16,7 @@ def load(
     *,
     view: OpenView = "nested",
     revision: str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     unpack: Unpack = "auto",
 ) -> NestedModel:
     """Open a checkpoint for generation.
@@ -25,15 +25,17 @@ def load(
     view: `nested` decodes speculatively from both planes, `target` with both planes and no drafts, `draft` from the
         base plane alone; `draft` downloads and reads only the base shards.
     revision: branch, tag or commit of the repository; refused for a local folder.
-    device: where to compute.
-    unpack: when codes are unpacked: `load` (faster, more memory), `call` (at each use), or `auto`, which decides by the
-        memory that is free.
+    device: where to compute: `auto` is a GPU where one can be used and otherwise the CPU; `cpu`, `cuda` or `cuda:1`.
+        Where a GPU is there, or was asked for, but cannot be used, a `DeviceWarning` says why.
+    unpack: on the CPU, when codes are unpacked: `load` (faster, more memory), `call` (at each use), or `auto`, which
+        decides by the memory that is free.
 
     Returns a model whose `generate(prompt, max_new_tokens=..., gamma=4, ...)` gives the text, the token ids and the
     run's statistics. Greedy output of `nested` equals that of `target` token for token.
 
     Raises `UsageError` for a path that is no checkpoint, `HubError` where the repository cannot be had,
-    `CheckpointError` for a checkpoint that is broken or of an unknown version.
+    `CheckpointError` for a checkpoint that is broken or of an unknown version, `UnsupportedModelError` for one that the
+    GPU that was asked for cannot run, `GenerationError` where it does not fit into that GPU's memory.
     """
     from bitnest_format.runtime.generate import NestedModel
 

@@ -11,6 +11,7 @@ import errno
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,20 @@ class Bound(click.ParamType["float | None"]):
             return float(value)
         except ValueError:
             self.fail(f"{value!r} is neither a number nor 'none'", param, ctx)
+
+
+class Gamma(click.ParamType["int | str"]):
+    """A whole number, or `auto`."""
+
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if isinstance(value, int) or str(value) == "auto":
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor 'auto'", param, ctx)
 
 
 class Lengths(click.ParamType["tuple[int, ...]"]):
@@ -338,7 +353,12 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
     default="nested",
     help="Speculative decoding from both planes, plain decoding from both, or from the base plane alone.",
 )
-@click.option("--gamma", type=int, show_default="the checkpoint's, mostly 4", help="Tokens drafted in a round.")
+@click.option(
+    "--gamma",
+    type=Gamma(),
+    show_default="the checkpoint's, mostly 4",
+    help="Tokens drafted in a round; auto chooses as the text goes, after measuring what rounds cost.",
+)
 @click.option("--max-new-tokens", type=int, default=256, help="Most tokens to generate.")
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy; above it samples.")
 @click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
@@ -348,7 +368,7 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
 @click.option(
     "--kv-switch",
     type=int,
-    show_default="the measured length with --unpack call, otherwise never reached",
+    show_default="measured for a GPU and for --unpack call, otherwise never reached",
     help="Cache entries up to which drafts read KV8.",
 )
 @click.option("--recent", type=int, show_default="128", help="Newest entries that drafts read at KV8 beyond that.")
@@ -356,9 +376,14 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
     "--unpack",
     type=click.Choice(["auto", "load", "call"]),
     default="auto",
-    help="Unpack weights while loading (faster, more memory) or at each call.",
+    help="On the CPU: unpack weights while loading (faster, more memory) or at each call.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
+@click.option(
+    "--device",
+    metavar="auto|cpu|cuda[:N]",
+    default="auto",
+    help="Where to compute; auto is a GPU where one can be used.",
+)
 @click.option("--stats", is_flag=True, help="Print acceptance, tokens a round and bytes read a token on stderr.")
 @revision_option
 @json_option
@@ -387,13 +412,17 @@ def generate(
     if system is not None and chat is False:
         raise UsageError("--system needs the chat template, which --raw turns off. Leave one of them out.")
     from bitnest_format import api, hub
+    from bitnest_format.runtime.device import DeviceWarning
     from bitnest_format.runtime.kv_cache import KvSettings
 
     given = {"draft_switch_length": kv_switch, "recent": recent}
     kv = KvSettings(**{name: value for name, value in given.items() if value is not None})
     patterns = hub.DRAFT_FILES if view == "draft" else hub.CHECKPOINT_FILES
     folder = _checkpoint_folder(checkpoint, revision, patterns)
-    model = api.load(str(folder), view=view, device=device, unpack=unpack)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeviceWarning)
+        model = api.load(str(folder), view=view, device=device, unpack=unpack)
+    _warn([model.device_choice.warning] if model.device_choice.warning else [])
     messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
     stream = None if as_json else partial(click.echo, nl=False)
     result = model.generate(messages or text, chat=chat, kv=kv, stream=stream, **options)
@@ -542,8 +571,8 @@ def _note(located: Location) -> None:
         click.echo(f"Note: {located.note}", err=True)
 
 
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
+def _warn(messages: Iterable[str]) -> None:
+    for warning in messages:
         click.echo(f"Warning: {warning}", err=True)
 
 

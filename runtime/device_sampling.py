@@ -22,10 +22,14 @@ class DeviceSampling:
 
     def __init__(self, settings: SamplingSettings, vocabulary: int, device: torch.device):
         self.settings = settings
-        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.generator = torch.Generator()
+        self.restart(settings.seed)
         self.uniforms = torch.zeros(2 * DECODE_ROWS + 1, dtype=torch.float64, device=device)
         self.drafts = torch.zeros(DECODE_ROWS, vocabulary, dtype=torch.float32, device=device)
-        self._gamma = 0
+
+    def restart(self, seed: int) -> None:
+        """Draw from the beginning of a seed's numbers."""
+        self.generator.manual_seed(seed)
 
     def draw(self, gamma: int) -> None:
         """Enqueue fresh uniforms for a round of `gamma` drafts."""
@@ -50,14 +54,16 @@ class DeviceSampling:
         _note_nan(logits[: gamma + 1], state)
         uniforms = self.uniforms[gamma : 2 * gamma + 1]
         tokens = state.tokens[1 : gamma + 1].long()
-        # A row of zeros after the last draft makes the bonus token a draw from the target itself.
+        # The row after the last draft stands for the token that follows when none falls; it is not looked at.
         drafts = torch.cat((self.drafts[:gamma], torch.zeros_like(targets[:1])))
         places = torch.arange(gamma, device=logits.device)
         stands = uniforms[:gamma] * drafts[places, tokens] < targets[places, tokens]
         count = stands.int().cumprod(0).sum().view(1)
         p, q = targets.index_select(0, count)[0], drafts.index_select(0, count)[0]
         left = (p - q).clamp_min(0)
-        last = choose(torch.where(left.sum() > 0, left, p), uniforms[-1]).int().view(1)
+        total = left.sum()
+        fell = (count < gamma) & (total > 0)
+        last = choose(torch.where(fell, left / total, p), uniforms[-1]).int().view(1)
         _commit(state, gamma, count, last, limit)
 
 
@@ -77,11 +83,11 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def choose(weights: Tensor, uniform: Tensor) -> Tensor:
-    """`sampling.choose` without waiting: int64 `[]`, never a token of weight 0."""
+    """`sampling.choose` without waiting: int64 `[]`, never a token of weight 0; the last one where a weight is NaN."""
     running = weights.double().cumsum(0)
     total = running[-1:]
     token = torch.searchsorted(running, total * uniform, right=True)
-    return torch.minimum(token, torch.searchsorted(running, total))[0]
+    return torch.minimum(token, torch.searchsorted(running, total))[0].clamp_max(weights.shape[0] - 1)
 
 
 def _note_nan(logits: Tensor, state: DecodeState) -> None:

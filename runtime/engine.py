@@ -9,9 +9,12 @@ The same engine runs without graphs on any device and with any `Ops`, which is h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -45,6 +48,7 @@ SWITCH_LENGTH = 8192
 # A norm, the head, and the choice of a token.
 TAIL_NODES = 3
 UNIFORMS = 1 << 16
+ROUNDS_TIMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +105,42 @@ class Engine:
             )
         self.state = DecodeState.empty(RING, self.device)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._round_seconds: dict[int, float] = {}
 
     # Rounds
 
     def round(self, gamma: int | None = None) -> None:
         """Enqueue one round of `gamma` drafts, by default the engine's."""
         gamma = self.gamma if gamma is None else gamma
+        if self.sampling is not None:
+            self.sampling.draw(gamma)
         self._run(f"round {gamma}", lambda: self._round(gamma))
+
+    def prepare(self, gamma: int) -> None:
+        """Capture the graph of rounds of `gamma` drafts where that was not done yet; kernels are compiled for it."""
+        self._prepare(f"round {gamma}", lambda: self._round(gamma))
+
+    @torch.inference_mode()
+    def round_seconds(self, gammas: Sequence[int]) -> dict[int, float]:
+        """How long rounds of each gamma take, measured once, where the sequence then stands; it stays as it is.
+
+        Waits for the device.
+        """
+        kept = [tensor.clone() for tensor in state_tensors(self.state)]
+        for gamma in set(gammas) - self._round_seconds.keys():
+            run = partial(self._run, f"round {gamma}", partial(self._round, gamma))
+            run()
+            self._wait()
+            times = []
+            for _ in range(ROUNDS_TIMED):
+                began = time.perf_counter()
+                run()
+                self._wait()
+                times.append(time.perf_counter() - began)
+            self._round_seconds[gamma] = median(times)
+            for tensor, before in zip(state_tensors(self.state), kept, strict=True):
+                tensor.copy_(before)
+        return {gamma: self._round_seconds[gamma] for gamma in gammas}
 
     def _round(self, gamma: int) -> None:
         for step in range(gamma):
@@ -149,6 +182,8 @@ class Engine:
         state = self.state
         for tensor in (state.tokens, state.committed, state.histogram, state.rounds, state.broken):
             tensor.zero_()
+        if self.sampling is not None:
+            self.sampling.draw(0)
         tokens = torch.tensor(ids, dtype=torch.int32).to(self.device)
         if isinstance(self.forward, HalfForward):
             half_prefill(self.forward, tokens)
@@ -239,10 +274,19 @@ class Engine:
         if self.device.type != "cuda":
             enqueue()
             return
+        self._prepare(name, enqueue)
         with torch.cuda.device(self.device):
-            if name not in self._graphs:
-                self._graphs[name] = self._capture(enqueue)
             self._graphs[name].replay()
+
+    @torch.inference_mode()
+    def _prepare(self, name: str, enqueue: Callable[[], None]) -> None:
+        if self.device.type == "cuda" and name not in self._graphs:
+            with torch.cuda.device(self.device):
+                self._graphs[name] = self._capture(enqueue)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _capture(self, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Run once, so that every kernel is compiled and the library has its workspaces, then capture."""

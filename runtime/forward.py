@@ -1,4 +1,4 @@
-"""The nodes of one forward pass over static buffers: nine a layer (ten for the target), and two for the head.
+"""The nodes of one forward pass over static buffers: ten a layer, and two for the head.
 
 Nothing here waits for the device or reads from it, so a pass can be captured into a graph. Two passes are written out:
 that of the nested model by either view, and that of its float16 baseline, whose products are the library's.
@@ -17,7 +17,7 @@ from bitnest_format.kernels.ops import Ops
 from bitnest_format.runtime.gpu_weights import GpuWeights, HalfLayer, NestedLayer
 
 # Nodes of a layer, by design; `graph_nodes` of an engine counts those that were captured.
-NODES_PER_LAYER = {"draft": 9, "verify": 10}
+NODES_PER_LAYER = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +114,10 @@ class NestedForward:
                 kv_recent=self.draft_kv.recent,
             )  # fmt: skip
             acts = self.attention_acts.ordered_for(layer.o)
-            if view == "draft":
-                attention.combine_quantize(self.partials, place.position, place.offset, layer.shape, acts, rows)
-            else:
-                # Two nodes are faster where there are several rows, and the target does the same for any number.
-                merged = self.partials.merged
-                attention.combine(self.partials, place.position, place.offset, layer.shape, merged, rows)
-                activation.quantize(merged, acts, rows)
+            # Faster than `combine_quantize`, which is one node but waits for the last of its programs.
+            merged = self.partials.merged
+            attention.combine(self.partials, place.position, place.offset, layer.shape, merged, rows)
+            activation.quantize(merged, acts, rows)
             product.dual_plane_linear(acts, layer.o, view, self.stream, rows, add=True)
             acts = self.hidden_acts.ordered_for(layer.gate_up)
             activation.norm_quantize(self.stream, layer.mlp_norm, epsilon, acts, rows)

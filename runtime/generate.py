@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,10 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bitnest_format.architecture import read_architecture
 from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint
-from bitnest_format.errors import CheckpointError, GenerationError, UsageError
+from bitnest_format.errors import CheckpointError, GenerationError, UnsupportedModelError, UsageError
+from bitnest_format.kernels.ops import triton_ops
 from bitnest_format.kernels.reference import DECODE_ROWS
 from bitnest_format.kernels.reference_linear import View
+from bitnest_format.runtime.adaptive import CANDIDATES, FixedGamma, GammaChooser, GammaPolicy
+from bitnest_format.runtime.device import CPU, DeviceChoice, choose_device, warn_once
+from bitnest_format.runtime.gpu_decoder import GpuDecoder
+from bitnest_format.runtime.gpu_limits import INSTEAD, gpu_obstacles
+from bitnest_format.runtime.gpu_loop import GpuLoop
 from bitnest_format.runtime.kv_cache import KvSettings
 from bitnest_format.runtime.model import PREFILL_ROWS, Decoder, Unpack
 from bitnest_format.runtime.sampling import SamplingSettings, decider
@@ -27,6 +35,7 @@ MAX_GAMMA = DECODE_ROWS - 1
 
 OpenView = Literal["nested", "target", "draft"]
 FinishReason = Literal["eos", "stop", "length"]
+Gamma = int | Literal["auto"]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -37,13 +46,16 @@ class GenerationStats:
     `acceptance`: accepted drafts / drafted tokens, None where nothing was drafted. `accepted_lengths[i]`: rounds that
     accepted i drafts. `tokens_per_round`: committed tokens / rounds; the first token comes from the prompt's pass and
     belongs to no round. `bytes_per_token`: bytes of planes, scales, head and cache that the rounds must read, by
-    `SpeculativeLoop.bytes_of_pass`, per token they committed. `seconds`: wall time of `prefill`, `draft` and `verify`
-    (accepting included), `tokens_per_second` over the last two.
+    `SpeculativeLoop.bytes_of_pass`, per token they committed. `seconds`: wall time; on the CPU of `prefill`, `draft`
+    and `verify` (accepting included), on a GPU of `setup` (compiling and capturing what texts before did not need),
+    `prefill` and `rounds`. `tokens_per_second` is over `draft` and `verify`, or over `rounds`. On a GPU the last round
+    counts whole, with what it committed past the end of the text.
     """
 
+    device: str
     prompt_tokens: int
     new_tokens: int
-    gamma: int
+    gamma: Gamma
     rounds: int
     drafted: int
     accepted: int
@@ -81,31 +93,50 @@ class NestedModel:
     """A checkpoint opened for generating.
 
     `view="nested"` holds both views and decodes speculatively, `"target"` and `"draft"` hold one; a draft needs the
-    base shards alone. Not thread-safe. Memory: see `Decoder`.
+    base shards alone. `device_choice`: where it decodes, and why not on a GPU. Not thread-safe. Memory: see `Decoder`;
+    on a GPU the planes as stored, and the buffers of the last text.
     """
 
-    def __init__(self, checkpoint: Checkpoint, decoder: Decoder, view: OpenView):
+    def __init__(
+        self, checkpoint: Checkpoint, decoder: Decoder | GpuDecoder, view: OpenView, choice: DeviceChoice | None = None
+    ):
         self.checkpoint = checkpoint
         self.decoder = decoder
         self.view: OpenView = view
+        self.device_choice = DeviceChoice(decoder.device) if choice is None else choice
         self.end_ids = _end_ids(checkpoint)
         self._tokenizer: Tokenizer | None = None
+        self._round_seconds: dict[KvSettings, dict[int, float]] = {}
 
     @classmethod
     def open(
-        cls, folder: Path, *, view: OpenView = "nested", unpack: Unpack = "auto", device: torch.device | str = "cpu"
+        cls, folder: Path, *, view: OpenView = "nested", unpack: Unpack = "auto", device: torch.device | str = "auto"
     ) -> NestedModel:
         """Read a checkpoint folder.
 
+        `device`: `"auto"` is a GPU where one can be used; `"cpu"`, `"cuda"`, or one GPU, as `"cuda:1"`. Where a GPU was
+        asked for, or is there, but cannot be used, a `DeviceWarning` says why and decoding goes to the CPU. `unpack`
+        matters on the CPU only; a GPU reads the planes as they are stored.
+
         Raises `CheckpointError`, `FileFormatError`, `UnsupportedVersionError` or `UnsupportedModelError` saying what
-        is missing, broken or unknown, `UsageError` for an unknown view, unpack mode or device.
+        is missing, broken or unknown, or, where a GPU was named, what its kernels cannot take; `GenerationError` where
+        the model does not fit into the GPU's memory; `UsageError` for an unknown view, unpack mode or device.
         """
         _one_of("view", view, ("nested", "target", "draft"))
         _one_of("unpack", unpack, ("auto", "load", "call"))
+        choice = choose_device(device)
         checkpoint = Checkpoint(Path(folder), "draft" if view == "draft" else "target")
+        if choice.device != CPU:
+            choice = _without_obstacles(choice, checkpoint, named=str(device) != "auto")
+        warn_once(choice)
         views: tuple[View, ...] = ("draft", "target") if view == "nested" else (view,)
+        decoder: Decoder | GpuDecoder
         with torch.inference_mode():
-            return cls(checkpoint, Decoder(checkpoint, views, unpack, _device(device)), view)
+            if choice.device == CPU:
+                decoder = Decoder(checkpoint, views, unpack, CPU)
+            else:
+                decoder = GpuDecoder(checkpoint, view, choice.device, triton_ops())
+        return cls(checkpoint, decoder, view, choice)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -122,6 +153,8 @@ class NestedModel:
         """
         self._check_view(view)
         prompt = self._check_ids(token_ids, room=0)
+        if isinstance(self.decoder, GpuDecoder):
+            return self.decoder.logits(prompt, view)
         ids = torch.tensor(prompt, device=self.decoder.device)
         cache = self.decoder.new_cache()
         pieces = []
@@ -135,7 +168,7 @@ class NestedModel:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        gamma: int | None = None,
+        gamma: Gamma | None = None,
         view: OpenView | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -150,42 +183,63 @@ class NestedModel:
 
         `prompt`: a text, token ids, or chat messages (`{"role": ..., "content": ...}`). A text is wrapped into the
         chat template where the checkpoint has one, unless `chat` says otherwise. `gamma`: drafted tokens a round,
-        0..15; the checkpoint's suggestion by default; 0 where `view` is not `"nested"`. `view`: any that was opened.
-        `temperature` 0 is greedy and then `"nested"` gives the text of `"target"` token for token; above 0 it samples
-        from the same distribution. `stop`: strings before which the text ends. `stream` receives the text piece by
-        piece as it becomes certain. The text never grows past the model's context.
+        0..15; the checkpoint's suggestion by default; 0 where `view` is not `"nested"`. `"auto"` chooses round by round
+        what has paid best of late, and measures first what rounds cost: some twenty rounds of work, on a GPU once for
+        its buffers. `view`: any that was opened. `temperature` 0 is greedy and then `"nested"` gives the text of
+        `"target"` token for token; above 0 it samples from the same distribution, and a `seed` repeats a text on the
+        same device where gamma is fixed. `stop`: strings before which the text ends. `stream` receives the text piece
+        by piece as it becomes certain. The text never grows past the model's context.
 
-        Raises `GenerationError` for a prompt that cannot be served (empty, a batch, too long, no tokenizer) and
-        `UsageError` for an option out of range.
+        Raises `GenerationError` for a prompt that cannot be served (empty, a batch, too long, no tokenizer, no memory)
+        and `UsageError` for an option out of range.
         """
         view = self._check_options(view or self.view, gamma, max_new_tokens, stop)
         gamma = self._gamma(gamma, view)
         settings = _sampling_settings(temperature, top_k, top_p, seed)
+        kv = kv or KvSettings()
         ids = self._check_ids(self._prompt_ids(prompt, chat), room=1)
         limit = min(max_new_tokens, self.decoder.architecture.max_positions - len(ids))
         text = GrowingText(self.tokenizer, stop) if stop or stream is not None or self._has_tokenizer() else None
-        loop = SpeculativeLoop(
-            self.decoder, decider(settings), kv or KvSettings(), "draft" if view == "draft" else "target"
-        )
-        tokens, reason = self._run(loop, ids, gamma, limit, text, stream)
+        decider_view: View = "draft" if view == "draft" else "target"
+        entries = len(ids) + limit
+        guard = self.decoder.explained(entries) if isinstance(self.decoder, GpuDecoder) else nullcontext()
+        with guard:
+            loop = self._loop(settings, kv, decider_view, entries)
+            tokens, reason = self._run(loop, ids, lambda: self._policy(gamma, loop, kv), limit, text, stream)
         return Generation(
             text=None if text is None else text.text,
             token_ids=tuple(tokens),
             finish_reason=reason,
-            stats=_stats(loop, gamma, len(ids), len(tokens)),
+            stats=_stats(loop, self.decoder.device, gamma, len(ids), len(tokens)),
         )
+
+    def _loop(self, settings: SamplingSettings, kv: KvSettings, view: View, entries: int) -> SpeculativeLoop | GpuLoop:
+        if isinstance(self.decoder, GpuDecoder):
+            return self.decoder.loop(settings, kv, view, entries)
+        return SpeculativeLoop(self.decoder, decider(settings), kv, view)
+
+    def _policy(self, gamma: Gamma, loop: SpeculativeLoop | GpuLoop, kv: KvSettings) -> GammaPolicy:
+        """What chooses the gamma of each round; `loop` has run the prompt."""
+        if gamma != "auto":
+            return FixedGamma(gamma)
+        if isinstance(loop, GpuLoop):
+            return GammaChooser(loop.round_seconds(CANDIDATES))
+        if kv not in self._round_seconds:
+            self._round_seconds[kv] = loop.round_seconds(CANDIDATES)
+        return GammaChooser(self._round_seconds[kv])
 
     def _run(
         self,
-        loop: SpeculativeLoop,
+        loop: SpeculativeLoop | GpuLoop,
         prompt: list[int],
-        gamma: int,
+        policy_of: Callable[[], GammaPolicy],
         limit: int,
         text: GrowingText | None,
         stream: Callable[[str], None] | None,
     ) -> tuple[list[int], FinishReason]:
         """Rounds until something ends the text; every committed token is looked at in order."""
         tokens: list[int] = []
+        policy: GammaPolicy | None = None
         block = [loop.start(prompt)]
         while True:
             for token in block:
@@ -200,8 +254,9 @@ class NestedModel:
             if reason is not None:
                 kept = text.kept if text is not None and text.kept is not None else len(tokens)
                 return tokens[:kept], reason
-            # A round may commit one token more than it drafts; none may lie past the limit.
-            block = loop.round(block[-1], min(gamma, limit - len(tokens) - 1))
+            # Not before the first token is out: this may have something to measure.
+            policy = policy or policy_of()
+            block = loop.block(block[-1], policy, limit - len(tokens))
 
     def _finished(self, token: int, count: int, limit: int, text: GrowingText | None) -> FinishReason | None:
         stopped = text.add(token) if text is not None else False
@@ -248,13 +303,13 @@ class NestedModel:
             )
         return list(ids)
 
-    def _check_options(self, view: OpenView, gamma: int | None, max_new_tokens: int, stop: Sequence[str]) -> OpenView:
+    def _check_options(self, view: OpenView, gamma: Gamma | None, max_new_tokens: int, stop: Sequence[str]) -> OpenView:
         _one_of("view", view, ("nested", "target", "draft"))
         for needed in ("draft", "target") if view == "nested" else (view,):
             self._check_view(needed)
         _whole("max_new_tokens", max_new_tokens, 1, None)
-        if gamma is not None:
-            _whole("gamma", gamma, 0, MAX_GAMMA)
+        if gamma is not None and gamma != "auto":
+            _whole("gamma", gamma, 0, MAX_GAMMA, " or 'auto'")
             if gamma and view != "nested":
                 raise UsageError(f"gamma is {gamma} but the {view} view alone drafts nothing; use the nested view")
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
@@ -265,7 +320,7 @@ class NestedModel:
         if view not in self.decoder.views:
             raise UsageError(f"the {view} view was not opened (view={self.view!r}); open the checkpoint as 'nested'")
 
-    def _gamma(self, gamma: int | None, view: OpenView) -> int:
+    def _gamma(self, gamma: Gamma | None, view: OpenView) -> Gamma:
         if view != "nested":
             return 0
         if gamma is not None:
@@ -293,11 +348,14 @@ def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _stats(loop: SpeculativeLoop, gamma: int, prompt_tokens: int, new_tokens: int) -> GenerationStats:
+def _stats(
+    loop: SpeculativeLoop | GpuLoop, device: torch.device, gamma: Gamma, prompt_tokens: int, new_tokens: int
+) -> GenerationStats:
     counters: Counters = loop.counters
     committed = counters.accepted + counters.rounds
-    seconds = counters.seconds["draft"] + counters.seconds["verify"]
+    seconds = sum(spent for name, spent in counters.seconds.items() if name not in ("setup", "prefill"))
     return GenerationStats(
+        device=str(device),
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         gamma=gamma,
@@ -310,7 +368,7 @@ def _stats(loop: SpeculativeLoop, gamma: int, prompt_tokens: int, new_tokens: in
         bytes_per_token=counters.bytes_read / committed if counters.rounds else None,
         tokens_per_second=committed / seconds if seconds else None,
         seconds=dict(counters.seconds),
-        cache_bytes=loop.cache.memory_bytes(),
+        cache_bytes=loop.cache_bytes(),
     )
 
 
@@ -324,11 +382,11 @@ def _sampling_settings(temperature: float, top_k: int | None, top_p: float | Non
     return SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
 
-def _whole(name: str, value: object, least: int, most: int | None) -> None:
+def _whole(name: str, value: object, least: int, most: int | None, otherwise: str = "") -> None:
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not fits or (most is not None and isinstance(value, int) and value > most):
         allowed = f"{least} or more" if most is None else f"{least} to {most}"
-        raise UsageError(f"{name} is {value!r}, expected a whole number, {allowed}")
+        raise UsageError(f"{name} is {value!r}, expected a whole number, {allowed}{otherwise}")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -336,11 +394,14 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
 
 
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device is {device!r}, expected 'cpu' or 'cuda'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is 'cuda', but torch finds no GPU on this machine; use 'cpu'")
-    return found
+def _without_obstacles(choice: DeviceChoice, checkpoint: Checkpoint, *, named: bool) -> DeviceChoice:
+    """The CPU, with the reasons, where the GPU kernels cannot run a checkpoint.
+
+    Raises `UnsupportedModelError` where the GPU was named.
+    """
+    obstacles = gpu_obstacles(read_architecture(checkpoint.config), checkpoint)
+    if not obstacles:
+        return choice
+    if named:
+        raise UnsupportedModelError(obstacles)
+    return DeviceChoice(CPU, "; ".join(obstacle.removesuffix(f" {INSTEAD}") for obstacle in obstacles))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,8 +24,9 @@ from bitnest_format.architecture import (
 )
 from bitnest_format.checkpoint import Checkpoint, NestedWeight
 from bitnest_format.errors import UnsupportedModelError
-from bitnest_format.kernels.operands import AttentionShape, DualPlaneWeight, Rope, scale_pairs
+from bitnest_format.kernels.operands import AttentionShape, DualPlaneWeight, Rope, View, scale_pairs
 from bitnest_format.runtime.linear import join
+from bitnest_format.runtime.model import check_module, checked_tensor, has_nested_head
 from bitnest_format.runtime.rope import RopeTable
 
 # The standard deviation of uniform base codes -8..7, by which random weights get that of trained ones.
@@ -85,6 +86,18 @@ class GpuWeights:
         seen = {tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}
         return sum(seen.values())
 
+    def read_bytes(self, view: View) -> int:
+        """Bytes that one pass of nested layers reads by a view: planes, scales, biases, permutations, the head."""
+        products: list[Tensor | DualPlaneWeight] = [self.head]
+        for layer in self.layers:
+            products += layer.linears() if isinstance(layer, NestedLayer) else ()
+        if view == "draft":
+            products = [
+                replace(product, refinement=None) if isinstance(product, DualPlaneWeight) else product
+                for product in products
+            ]
+        return sum(tensor.nbytes for product in products for tensor in _tensors_of(product))
+
     def _tensors(self) -> Iterator[Tensor]:
         yield from (self.embedding, self.final_norm)
         yield from _tensors_of(self.head)
@@ -96,13 +109,17 @@ class GpuWeights:
 def load_weights(checkpoint: Checkpoint, view: Literal["draft", "target"], device: torch.device) -> GpuWeights:
     """The parameters of a checkpoint; the refinement only where the target will be asked for.
 
-    Raises `UnsupportedModelError` where a layer is not one nested product; `device.gpu_obstacles` lists why before.
+    Raises `UnsupportedModelError` where a layer is not one nested product, which `gpu_limits.gpu_obstacles` tells
+    before, and `CheckpointError` where a shape is not the one that config.json gives.
     """
     architecture = read_architecture(checkpoint.config)
     nested = checkpoint.manifest.modules
+    shapes, module_shapes = architecture.tensors(), dict(architecture.modules(nested_head=True))
 
     def weight(names: Sequence[str], *, interleave: bool = False) -> DualPlaneWeight:
         plain = [name for name in names if name not in nested]
+        for name in nested.keys() & names:
+            check_module(checkpoint, name, module_shapes[name])
         parts = [] if plain else join([checkpoint.weight(name) for name in names])
         if len(parts) != 1 or not isinstance(parts[0], NestedWeight):
             what = f"{plain[0]} is not quantized" if plain else f"{', '.join(names)} differ in groups or permutation"
@@ -110,7 +127,7 @@ def load_weights(checkpoint: Checkpoint, view: Literal["draft", "target"], devic
         return dual_plane_weight(parts[0], device, interleave=interleave, refined=view == "target")
 
     def tensor(name: str) -> Tensor:
-        return checkpoint.tensor(name).to(device)
+        return checked_tensor(checkpoint, name, shapes[name]).to(device)
 
     def layer(number: int) -> NestedLayer:
         prefix = f"model.layers.{number}"
@@ -128,7 +145,7 @@ def load_weights(checkpoint: Checkpoint, view: Literal["draft", "target"], devic
 
     embedding = tensor(EMBEDDING)
     head: Tensor | DualPlaneWeight
-    if HEAD_MODULE in nested:
+    if has_nested_head(checkpoint, architecture):
         head = weight([HEAD_MODULE])
     else:
         head = embedding if architecture.tied_embeddings else tensor(HEAD)

@@ -80,7 +80,7 @@ class Decoder:
         self.views = views
         self.device = torch.device(device)
         self._checkpoint = checkpoint
-        self.nested_head = _has_nested_head(checkpoint, self.architecture)
+        self.nested_head = has_nested_head(checkpoint, self.architecture)
         self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
         self.rope = RopeTable(checkpoint.config, self.architecture, self.device)
         self.head, self.head_bytes = self._load_head()
@@ -148,10 +148,7 @@ class Decoder:
         """
         logits = lm_head(hidden, self.head) if isinstance(self.head, Tensor) else self.head(hidden, view)
         if bool(logits.isnan().any()):
-            raise GenerationError(
-                f"{self._checkpoint.folder.name}: the model's output is not a number. "
-                "Look for broken tensors with 'bitnest-format validate --deep'."
-            )
+            raise not_a_number(self._checkpoint)
         return logits
 
     def prefill(self, ids: Tensor, cache: KvCache, view: View) -> Tensor:
@@ -202,18 +199,12 @@ class Decoder:
         for name, expected in shapes.items():
             if name not in self._checkpoint.manifest.modules:
                 self._tensor(f"{name}.weight")
-            elif (found := self._checkpoint.module(name).shape) != expected:
-                raise CheckpointError(
-                    f"{name}: is {found[0]} x {found[1]}, config.json makes it {expected[0]} x {expected[1]}"
-                )
+            else:
+                check_module(self._checkpoint, name, expected)
         return StackedLinear(self._checkpoint, list(shapes), views=self.views, unpack=self.unpack, device=self.device)
 
     def _tensor(self, name: str) -> Tensor:
-        tensor = self._checkpoint.tensor(name)
-        expected = self.architecture.tensors()[name]
-        if tuple(tensor.shape) != expected:
-            raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, config.json makes it {list(expected)}")
-        return tensor.to(self.device)
+        return checked_tensor(self._checkpoint, name, self.architecture.tensors()[name]).to(self.device)
 
     def _view_bytes(self, view: View) -> int:
         return sum(linear.plane_bytes[view] for linear in self._linears())
@@ -223,7 +214,7 @@ class Decoder:
             yield from (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
 
 
-def _has_nested_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
+def has_nested_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
     """Whether the manifest lists the head. Raises `CheckpointError` where the config ties it to the embedding."""
     nested = HEAD_MODULE in checkpoint.manifest.modules
     if nested and architecture.tied_embeddings:
@@ -232,6 +223,29 @@ def _has_nested_head(checkpoint: Checkpoint, architecture: Architecture) -> bool
             "set it to false"
         )
     return nested
+
+
+def check_module(checkpoint: Checkpoint, name: str, expected: tuple[int, int]) -> None:
+    """Raise `CheckpointError` where a module's shape is not the one that config.json gives it."""
+    found = checkpoint.module(name).shape
+    if found != expected:
+        raise CheckpointError(f"{name}: is {found[0]} x {found[1]}, config.json makes it {expected[0]} x {expected[1]}")
+
+
+def checked_tensor(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> Tensor:
+    """A stored tensor. Raises `CheckpointError` where its shape is not the one that config.json gives it."""
+    tensor = checkpoint.tensor(name)
+    if tuple(tensor.shape) != expected:
+        raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, config.json makes it {list(expected)}")
+    return tensor
+
+
+def not_a_number(checkpoint: Checkpoint) -> GenerationError:
+    """What to raise once a logit was NaN."""
+    return GenerationError(
+        f"{checkpoint.folder.name}: the model's output is not a number. "
+        "Look for broken tensors with 'bitnest-format validate --deep'."
+    )
 
 
 def _choose_unpack(unpack: Unpack, needed: int, device: torch.device) -> Literal["load", "call"]:

@@ -10,15 +10,20 @@ the same text.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from bitnest_format.kernels.reference_linear import View
+from bitnest_format.runtime.adaptive import GammaPolicy
 from bitnest_format.runtime.kv_cache import KvCache, KvSettings
 from bitnest_format.runtime.model import Decoder
 from bitnest_format.runtime.sampling import Decider
 from bitnest_format.runtime.threads import at_most
+
+# Repeats of a pass of which the fastest counts; the first one also warms up.
+PASSES_TIMED = 2
 
 
 @dataclass(slots=True)
@@ -31,6 +36,14 @@ class Counters:
     histogram: list[int] = field(default_factory=list)
     bytes_read: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0})
+
+    def count(self, gamma: int, accepted: int) -> None:
+        """Add a round of `gamma` drafts of which `accepted` stood."""
+        self.rounds += 1
+        self.drafted += gamma
+        self.accepted += accepted
+        self.histogram += [0] * (accepted + 1 - len(self.histogram))
+        self.histogram[accepted] += 1
 
 
 class SpeculativeLoop:
@@ -59,6 +72,13 @@ class SpeculativeLoop:
         self.counters.seconds["prefill"] += time.perf_counter() - began
         return token
 
+    def block(self, pending: int, policy: GammaPolicy, room: int) -> list[int]:
+        """`round` with as many drafts as `policy` says, and at most `room` tokens."""
+        gamma = min(policy.choose(), room - 1)
+        tokens = self.round(pending, gamma)
+        policy.observe(gamma, len(tokens) - 1)
+        return tokens
+
     @torch.inference_mode()
     def round(self, pending: int, gamma: int) -> list[int]:
         """Draft `gamma` tokens, verify, rewind; the committed tokens, of which the last is pending."""
@@ -78,7 +98,9 @@ class SpeculativeLoop:
         logits = self._pass([pending, *drafted], length, self.view)
         count, following = self.decider.accept(drafted, proposals, logits)
         self.cache.truncate(length + count + 1)
-        self._count(gamma, count, middle - began, time.perf_counter() - middle)
+        self.counters.count(gamma, count)
+        self.counters.seconds["draft"] += middle - began
+        self.counters.seconds["verify"] += time.perf_counter() - middle
         return [*drafted[:count], following]
 
     def _pass(self, tokens: list[int], position: int, view: View) -> torch.Tensor:
@@ -105,12 +127,26 @@ class SpeculativeLoop:
             total += (border - start) * coarse + (stop - border) * fine
         return total
 
-    def _count(self, gamma: int, accepted: int, draft_seconds: float, verify_seconds: float) -> None:
-        counters = self.counters
-        counters.rounds += 1
-        counters.drafted += gamma
-        counters.accepted += accepted
-        counters.histogram += [0] * (accepted + 1 - len(counters.histogram))
-        counters.histogram[accepted] += 1
-        counters.seconds["draft"] += draft_seconds
-        counters.seconds["verify"] += verify_seconds
+    def cache_bytes(self) -> int:
+        """Bytes that the cache takes."""
+        return self.cache.memory_bytes()
+
+    @torch.inference_mode()
+    def round_seconds(self, gammas: Sequence[int]) -> dict[int, float]:
+        """How long rounds of each gamma take at the current length; nothing is committed or counted."""
+        length, read = self.cache.length, self.counters.bytes_read
+
+        def passes(rows: int, view: View) -> float:
+            with at_most(self.decoder.threads(rows)):
+                return min(self._timed_pass(rows, length, view) for _ in range(PASSES_TIMED))
+
+        draft = passes(1, "draft") if any(gammas) else 0.0
+        found = {gamma: gamma * draft + passes(gamma + 1, self.view) for gamma in gammas}
+        self.cache.truncate(length)
+        self.counters.bytes_read = read
+        return found
+
+    def _timed_pass(self, rows: int, position: int, view: View) -> float:
+        began = time.perf_counter()
+        self._pass([0] * rows, position, view)
+        return time.perf_counter() - began

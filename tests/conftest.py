@@ -22,6 +22,7 @@ from bitnest_format.checkpoint import (
     checkpoint_config,
 )
 from bitnest_format.manifest import Manifest, Module, Plane
+from bitnest_format.runtime.device import DeviceChoice, choose_device
 from bitnest_format.shards import pending_tensor, tensor_sha256
 
 # A loaded machine must not fail a test: time is measured by benchmarks alone.
@@ -36,6 +37,17 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+
+@pytest.fixture(autouse=True)
+def automatic_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU, models that are opened without a device still run by the reference."""
+    if torch.cuda.is_available():
+
+        def choose(requested: str | torch.device) -> DeviceChoice:
+            return choose_device("cpu" if requested == "auto" else requested)
+
+        monkeypatch.setattr("bitnest_format.runtime.generate.choose_device", choose)
 
 
 @pytest.fixture

@@ -367,7 +367,7 @@ def test_generate_defaults_in_the_help_are_those_of_the_library():
             ["--prompt", "x", "--system", "y", "--raw"],
             "--system needs the chat template, which --raw turns off. Leave one of them out.",
         ),
-        (["--prompt", "x", "--gamma", "99"], "gamma is 99, expected a whole number, 0 to 15"),
+        (["--prompt", "x", "--gamma", "99"], "gamma is 99, expected a whole number, 0 to 15 or 'auto'"),
         (["--prompt", "x", "--recent", "-1"], "kv.recent is -1, expected a whole number of tokens, 0 or more"),
     ],
     ids=["no prompt", "system and raw", "gamma", "recent"],

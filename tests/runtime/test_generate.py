@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bitnest_format.errors import CheckpointError, GenerationError, UsageError
+from bitnest_format.runtime.device import DeviceWarning
 from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvSettings
 
@@ -172,8 +173,9 @@ def test_an_empty_text_with_and_without_a_first_token(model: NestedModel, toy_to
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gamma": 16}, "gamma is 16, expected a whole number, 0 to 15"),
-        ({"gamma": -1}, "gamma is -1, expected a whole number, 0 to 15"),
+        ({"gamma": 16}, "gamma is 16, expected a whole number, 0 to 15 or 'auto'"),
+        ({"gamma": -1}, "gamma is -1, expected a whole number, 0 to 15 or 'auto'"),
+        ({"gamma": "some"}, "gamma is 'some', expected a whole number, 0 to 15 or 'auto'"),
         ({"gamma": 2, "view": "target"}, "gamma is 2 but the target view alone drafts nothing; use the nested view"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a whole number, 1 or more"),
         ({"temperature": -0.5}, "temperature is -0.5, expected 0 (greedy) or a positive number"),
@@ -206,7 +208,7 @@ def test_a_view_that_was_not_opened(tmp_path: Path, tiny_checkpoint: Callable[..
     [
         ({"view": "base"}, "view is 'base', expected one of nested, target, draft"),
         ({"unpack": "never"}, "unpack is 'never', expected one of auto, load, call"),
-        ({"device": "tpu-9"}, "device is 'tpu-9', expected 'cpu' or 'cuda'"),
+        ({"device": "tpu-9"}, "device is 'tpu-9', expected 'auto', 'cpu', 'cuda' or one GPU, as 'cuda:1'"),
     ],
     ids=["view", "unpack", "device"],
 )
@@ -221,9 +223,12 @@ def test_open_with_options_out_of_range(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(UsageError) as error:
-        NestedModel.open(tiny_checkpoint(tmp_path / "model"), device="cuda")
-    assert str(error.value) == "device is 'cuda', but torch finds no GPU on this machine; use 'cpu'"
+    folder = tiny_checkpoint(tmp_path / "model")
+    with pytest.warns(DeviceWarning, match="GPU.*; decoding on the CPU instead") as warned:
+        model = NestedModel.open(folder, device="cuda")
+    assert len(warned) == 1
+    assert str(warned[0].message) == model.device_choice.warning
+    assert model.generate([5], max_new_tokens=2).stats.device == "cpu"
 
 
 def test_a_draft_runs_without_the_refinement_shards(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
