@@ -61,6 +61,8 @@ NARROW_REGISTERS = 168
 # Splits that the merge reads at a step, and warps of the program that also quantizes a whole row at its end.
 MERGED_SPLITS = 16
 QUANTIZING_WARPS = 4
+# Warps of a program that merges one head of a token: more wait longer for each other.
+MERGING_WARPS = 2
 # Tokens that a program encodes, and entries that one decodes.
 STORED_TOKENS = 16
 LOADED_ENTRIES = 64
@@ -308,7 +310,7 @@ def _combine(partials: Partials, position: Tensor, offset: int, shape: Attention
         offset,
         out,
         **_merge_constants(shape),
-        **_launch(out),
+        **_launch(out, MERGING_WARPS),
     )
 
 

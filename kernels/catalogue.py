@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ WEIGHTS = {
 }
 
 
+# The widest tile of the tensor cores: 255 registers and a few words more, and the fastest for many outputs.
+MMA_LOCAL_BYTES = 32
+
+
 def cases() -> list[KernelCase]:
     """Every case, products first."""
     return [
@@ -66,13 +71,16 @@ def _dual_plane_cases() -> list[KernelCase]:
         for layer, (outputs, inputs) in WEIGHTS.items():
             acts, weight = Activations.empty(MOST_ROWS, inputs, META), _weight(outputs, inputs)
             if layer == "gate_up":
-                launch, out, options = dual_plane.dual_plane_gate_up, _floats(MOST_ROWS, outputs // 2), {}
+                launch, out = dual_plane.dual_plane_gate_up, _floats(MOST_ROWS, outputs // 2)
+                options: dict[str, Any] = {}
             else:
                 launch, out, options = (
                     dual_plane.dual_plane_linear,
                     _floats(MOST_ROWS, outputs),
                     {"add": layer != "qkv"},
                 )
+            if view == "target" and layer in ("gate_up", "down"):
+                options["local_bytes"] = MMA_LOCAL_BYTES
             found.append(_product(f"dual_plane {layer} {name}", launch, acts, weight, view, out, rows, **options))
     # Groups of other sizes, and scales of other types, go without tensor cores.
     outputs, inputs = WEIGHTS["qkv"]
@@ -95,7 +103,16 @@ def _head_cases() -> list[KernelCase]:
         _case(f"head_argmax M={ROWS}", head.head_argmax, hidden, weight, best, ROWS, wide=4),
         _case(f"head_logits M={ROWS}", head.head_logits, hidden, weight, logits, ROWS, wide=4),
         _product("nested head draft M=1", dual_plane.dual_plane_argmax, acts, nested, "draft", best, 1),
-        _product(f"nested head target M={ROWS}", dual_plane.dual_plane_argmax, acts, nested, "target", best, ROWS),
+        _product(
+            f"nested head target M={ROWS}",
+            dual_plane.dual_plane_argmax,
+            acts,
+            nested,
+            "target",
+            best,
+            ROWS,
+            local_bytes=MMA_LOCAL_BYTES,
+        ),
     ]
 
 
@@ -200,10 +217,17 @@ def _product(
     *operands: object,
     tensor_cores: bool = False,
     shared_bytes: int | None = DECODE_SHARED_BYTES,
+    local_bytes: int = 0,
     **options: object,
 ) -> KernelCase:
     """A call that multiplies bytes of planes, which it reads 16 at a time."""
-    expect = Expectation(wide_loads=2, byte_products=True, tensor_cores=tensor_cores, shared_bytes=shared_bytes)
+    expect = Expectation(
+        wide_loads=2,
+        byte_products=True,
+        tensor_cores=tensor_cores,
+        shared_bytes=shared_bytes,
+        local_bytes=local_bytes,
+    )
     return KernelCase(name, partial(launch, *operands, **options), (expect,))
 
 

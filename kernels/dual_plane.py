@@ -36,8 +36,9 @@ TARGET_OFFSET = tl.constexpr(136)
 # Words that one warp loads at a time, 16 bytes a thread.
 LEAST_WORDS = 128
 LONG_ROW = 1024
-ARGMAX_ROWS = ROWS
-MANY_OUTPUTS = 16384
+ARGMAX_ROWS = 8
+MANY_OUTPUTS = 12288
+FEW_OUTPUTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,22 @@ class MmaTile:
 def tile(weight: DualPlaneWeight, view: View) -> Tile | MmaTile:
     """The way a weight is walked; never a question of how many rows it is multiplied with.
 
-    See benchmarks/README.md for how these were measured.
+    Tensor cores take the target's large weights, where verification gains more than decoding by single rows loses.
+    See benchmarks/gpu-log.md for how these were measured.
     """
     outputs, words = weight.base.shape
-    if view == "target" and weight.scale_pairs is not None:
-        return MmaTile(8, 4, False) if words > LONG_ROW else MmaTile(4, 4, False)
-    if view == "draft":
-        chosen = Tile(4, 512, 2, True) if words > LONG_ROW else Tile(4, 512, 4, True)
-        if outputs > MANY_OUTPUTS:
-            chosen = Tile(4, 256, 2, True)
+    many, long = outputs > MANY_OUTPUTS, words > LONG_ROW
+    if view == "target":
+        if weight.scale_pairs is not None and (many or long):
+            return MmaTile(4, 8, False) if long else MmaTile(2, 8, False)
+        if long:
+            chosen = Tile(2, 256, 1, False)
+        else:
+            chosen = Tile(8, 512, 4, True) if outputs <= FEW_OUTPUTS else Tile(2, 256, 1, True)
+    elif long:
+        chosen = Tile(4, 512, 2, True)
     else:
-        chosen = Tile(2, 256, 1, False) if words > LONG_ROW else Tile(4, 512, 1, True)
+        chosen = Tile(4, 256, 2, True) if many else Tile(4, 512, 4, True)
     used = min(chosen.words, max(LEAST_WORDS, 1 << (words - 1).bit_length()))
     return replace(chosen, words=used, warps=min(chosen.warps, used // LEAST_WORDS))
 
@@ -118,6 +124,8 @@ def _launch(
     add: bool = False,
     chosen: Tile | MmaTile | None = None,
 ) -> None:
+    if weight.base.numel() >= 1 << 31:
+        raise ValueError(f"a weight of {weight.outputs} x {weight.inputs}: its planes have 2^31 words or more")
     walk = chosen or tile(weight, view)
     if isinstance(walk, Tile):
         _launch_dp4a(acts, weight, view, rows, epilogue, out, index, add, walk)
@@ -244,7 +252,7 @@ def dual_plane_kernel(
     program = tl.program_id(0)
     places = program * BLOCK_O + tl.arange(0, BLOCK_O)
     # Rows past the last are computed as the last one again and not stored.
-    rows = tl.minimum(places, outputs - 1).to(tl.int64)
+    rows = tl.minimum(places, outputs - 1)
     C: tl.constexpr = BLOCK_W // 4
     sums_by_run = ()
     for _ in tl.static_range(M):

@@ -105,7 +105,8 @@ def dual_plane_mma_kernel(
     place = tl.arange(0, 16 * WARPS)
     row_in_tile = (place // (8 * WARPS)) * 8 + place % 8
     warp = (place // 8) % WARPS
-    rows = tl.minimum(program * 16 + row_in_tile, outputs - 1).to(tl.int64)
+    # 32 bits hold every offset: `dual_plane` refuses planes of 2^31 words.
+    rows = tl.minimum(program * 16 + row_in_tile, outputs - 1)
     token, parity = place % 8, place // (8 * WARPS)
     word = tl.arange(0, 16)
     p_base = base + rows[:, None] * W + word[None, :]
@@ -158,14 +159,20 @@ def dual_plane_mma_kernel(
         tl.store(at, gate / (1.0 + tl.exp(-gate)) * up, mask=valid[None, :] & (2 * pair < outputs)[:, None])
     else:
         y = tl.where((row < outputs)[:, None], y, float("-inf"))
-        broken = tl.max((y != y).to(tl.int32), 0)
+        # Two blocks of eight outputs, as many as a program of `dp4a` has.
+        y = tl.reshape(y, (2, 8, 16))
+        of_block = tl.reshape(row, (2, 8, 1))
+        broken = tl.max((y != y).to(tl.int32), 1)
         y = tl.where(y != y, float("inf"), y)
-        largest = tl.max(y, 0)
-        first_of_equals = tl.min(tl.where(y == largest[None, :], row[:, None], outputs), 0)
+        largest = tl.max(y, 1)
+        first_of_equals = tl.min(tl.where(y == largest[:, None, :], of_block, outputs), 1)
         # A NaN must not be lost.
         largest = tl.where(broken != 0, float("nan"), largest)
-        tl.store(out + of_token * out_stride + program, largest, mask=valid)
-        tl.store(index + of_token * out_stride + program, first_of_equals, mask=valid)
+        block = program * 2 + tl.arange(0, 2)
+        at = of_token[None, :] * out_stride + block[:, None]
+        stored = valid[None, :] & (block < out_stride)[:, None]
+        tl.store(out + at, largest, mask=stored)
+        tl.store(index + at, first_of_equals, mask=stored)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from bitnest_format.kernels import reference
 from bitnest_format.kernels.operands import Activations, Best, DualPlaneWeight, View
 from bitnest_format.kernels.reference_linear import nested_linear, prepare_linear
 
-ARGMAX_ROWS = 16
+ARGMAX_ROWS = 8
 
 
 def dual_plane_linear(

@@ -115,9 +115,9 @@ def test_a_nan_shows_in_the_best_value() -> None:
     weight, acts = _weight(24, 256, 128), _acts(1, 256)
     assert weight.bias is not None
     weight.bias[20] = torch.nan
-    best = Best(torch.zeros(ROOM, 2), torch.zeros(ROOM, 2, dtype=torch.int32))
+    best = Best(torch.zeros(ROOM, 3), torch.zeros(ROOM, 3, dtype=torch.int32))
     dual_plane.dual_plane_argmax(acts, weight, "target", best, 1)
-    assert best.value[0].isnan().tolist() == [False, True]
+    assert best.value[0].isnan().tolist() == [False, False, True]
 
 
 def test_extreme_codes_are_summed_exactly() -> None:
