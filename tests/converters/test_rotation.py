@@ -22,9 +22,9 @@ def test_hadamard_is_orthogonal(size: int) -> None:
     assert rotations.hadamard_exists(size)
     matrix = rotations.hadamard(size)
     assert set(matrix.unique().tolist()) <= {-1, 1}
-    # int8 products of +-1 summed in float64 are exact.
-    product = matrix.double() @ matrix.double().T
-    assert torch.equal(product, size * torch.eye(size, dtype=torch.float64))
+    # Sums of products of +-1 are exact in float32, up to 2^24 of them.
+    product = matrix.float() @ matrix.float().T
+    assert torch.equal(product, size * torch.eye(size))
 
 
 def test_hadamard_of_order_4_is_the_known_one() -> None:
