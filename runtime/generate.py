@@ -404,4 +404,4 @@ def _without_obstacles(choice: DeviceChoice, checkpoint: Checkpoint, *, named: b
         return choice
     if named:
         raise UnsupportedModelError(obstacles)
-    return DeviceChoice(CPU, "; ".join(obstacle.removesuffix(f" {INSTEAD}") for obstacle in obstacles))
+    return DeviceChoice(CPU, "; ".join(obstacle.removesuffix(f". {INSTEAD}") for obstacle in obstacles))

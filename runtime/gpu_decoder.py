@@ -51,7 +51,7 @@ class GpuDecoder:
         self.views: tuple[View, ...] = ("draft", "target") if view == "nested" else (view,)
         self.device = device
         self._checkpoint, self._view, self._ops = checkpoint, view, ops
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._settings: tuple[object, ...] = ()
         self._weight_bytes = 0
         smallest = self.capacity(1)
@@ -118,7 +118,7 @@ class GpuDecoder:
 
     def release(self) -> None:
         """Give up the engine and its memory."""
-        self._engine = None
+        self.engine = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -127,15 +127,15 @@ class GpuDecoder:
         """The engine at hand where it does what is asked for and the text fits, otherwise a new one."""
         capacity = self.capacity(entries)
         wanted = (view == "draft", kv, replace(settings, seed=0))
-        if self._engine is None or self._settings != wanted or self._engine.capacity < capacity:
+        if self.engine is None or self._settings != wanted or self.engine.capacity < capacity:
             self.release()
             self._check_memory(capacity)
             with self.explained(entries), current(self.device):
-                self._engine = self._build(settings, kv, view, capacity)
+                self.engine = self._build(settings, kv, view, capacity)
             self._settings = wanted
-        if self._engine.sampling is not None:
-            self._engine.sampling.restart(settings.seed)
-        return self._engine
+        if self.engine.sampling is not None:
+            self.engine.sampling.restart(settings.seed)
+        return self.engine
 
     def _build(self, settings: SamplingSettings, kv: KvSettings, view: View, capacity: int) -> Engine:
         sampling = None

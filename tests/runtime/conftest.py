@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bitnest_format.runtime.generate import NestedModel
+from bitnest_format.checkpoint import Checkpoint
+from bitnest_format.kernels.ops import plain_ops
+from bitnest_format.runtime.generate import NestedModel, OpenView
+from bitnest_format.runtime.gpu_decoder import GpuDecoder
 
 CODE_ZERO = -0x77777778  # eight nibbles of 8, as int32
 
@@ -132,6 +135,17 @@ def write_toy_tokenizer(
 
 
 @pytest.fixture
-def open_model() -> Iterator[Callable[..., NestedModel]]:
-    """`NestedModel.open`, and its integrity-checked cache factory."""
-    yield NestedModel.open
+def engine_model() -> Callable[..., NestedModel]:
+    """`(folder, view="nested")`: a checkpoint opened as on a GPU, with plain kernels on the CPU."""
+    return open_engine_model
+
+
+def open_engine_model(folder: Path, view: OpenView = "nested") -> NestedModel:
+    checkpoint = Checkpoint(folder, "draft" if view == "draft" else "target")
+    return NestedModel(checkpoint, GpuDecoder(checkpoint, view, torch.device("cpu"), plain_ops()), view)
+
+
+@pytest.fixture(params=["decoder", "engine"])
+def open_model(request: pytest.FixtureRequest) -> Callable[..., NestedModel]:
+    """`(folder, view="nested")`: a checkpoint opened for both ways of decoding, in turns."""
+    return NestedModel.open if request.param == "decoder" else open_engine_model
