@@ -31,7 +31,7 @@ DOCUMENT = "bitnest-format bench 1"
 MODES = ("half", "target", "nested")
 MODE_LABELS = {"half": "fp16", "target": "W8A8", "nested": "nested"}
 BLOCK_SECONDS = 0.25
-ENERGY_SECONDS = 2.0
+ENERGY_SECONDS = 1.0
 WARM_UP_ROUNDS = 5
 MOST_ROUNDS = 5000
 # Tokens decoded from each prefix of a real text, and how far apart prefixes start.

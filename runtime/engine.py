@@ -65,7 +65,8 @@ class Engine:
 
     `mode`: `"nested"` drafts `gamma` tokens a round on the base plane and verifies them on both; `"target"` and
     `"draft"` decode plainly by one view; `"half"` is the float16 baseline. `capacity`: cache entries that tokens may
-    fill. `sampling`: draws tokens instead of taking the best. `synthetic`: acceptance by chance, for benchmarks.
+    fill. `sampling`: draws tokens instead of taking the best. `synthetic`: acceptance by chance, for benchmarks. `ring`:
+    committed tokens that stay readable.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         kv: KvSettings | None = None,
         sampling: DeviceSampling | None = None,
         synthetic: Synthetic | None = None,
+        ring: int = RING,
         device: torch.device | str = "cuda",
     ):
         self.device = torch.device(device)
@@ -103,7 +105,7 @@ class Engine:
                 draft_kv=DraftKv(switch, settings.recent),
                 device=self.device,
             )
-        self.state = DecodeState.empty(RING, self.device)
+        self.state = DecodeState.empty(ring, self.device)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._round_seconds: dict[int, float] = {}
 
