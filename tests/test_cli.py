@@ -24,6 +24,7 @@ import bitnest_format
 from bitnest_format import cli, hub
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.errors import SourceError, UsageError
+from bitnest_format.runtime.device import CPU, DeviceChoice
 from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvSettings
 
@@ -333,7 +334,8 @@ def test_generate_uses_the_chat_template_unless_told_otherwise(nested):
     assert prompt_tokens("--system", "Be brief") == len(f"[system]Be brief[user]{PROMPT}[assistant]")
 
 
-def test_generate_passes_every_option(nested, monkeypatch):
+@pytest.mark.parametrize("gamma", [2, "auto"])
+def test_generate_passes_every_option(nested, monkeypatch, gamma):
     seen = {}
 
     def generate(self, prompt, **options):
@@ -341,13 +343,38 @@ def test_generate_passes_every_option(nested, monkeypatch):
         raise UsageError("enough")
 
     monkeypatch.setattr("bitnest_format.runtime.generate.NestedModel.generate", generate)
-    options = {"gamma": 2, "max_new_tokens": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3}
+    options = {"gamma": gamma, "max_new_tokens": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     arguments += ["--stop", "a", "--stop", "b", "--kv-switch", "64", "--recent", "16", "--raw", "--prompt", PROMPT]
     assert refused(run("generate", nested, *arguments), "enough", status=2)
     assert {name: seen[name] for name in options} == options
     assert (list(seen["stop"]), seen["chat"], seen["prompt"]) == (["a", "b"], False, PROMPT)
     assert seen["kv"] == KvSettings(draft_switch_length=64, recent=16)
+
+
+def test_generate_chooses_gamma_by_itself(nested):
+    arguments = ["generate", nested, "--prompt", PROMPT, "--max-new-tokens", 12]
+    chosen = run(*arguments, "--gamma", "auto", "--stats")
+    assert chosen.exit_code == 0, chosen.stderr
+    assert chosen.stdout == run(*arguments, "--gamma", 0).stdout
+    answer = json.loads(run(*arguments, "--gamma", "auto", "--json").stdout)
+    assert answer["stats"]["gamma"] == "auto"
+
+
+def test_generate_passes_the_device_and_says_once_why_it_is_not_used(nested, monkeypatch):
+    asked = []
+
+    def choose(device):
+        asked.append(device)
+        return DeviceChoice(CPU, "the GPU is too old")
+
+    monkeypatch.setattr("bitnest_format.runtime.generate.choose_device", choose)
+    for device in ("auto", "cpu", "cuda", "cuda:1"):
+        result = run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 2, "--device", device)
+        assert result.exit_code == 0
+        assert result.stderr == "Warning: the GPU is too old; decoding on the CPU instead\n"
+    run("generate", nested, "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert asked == ["auto", "cpu", "cuda", "cuda:1", "auto"]
 
 
 def test_generate_defaults_in_the_help_are_those_of_the_library():
@@ -368,9 +395,13 @@ def test_generate_defaults_in_the_help_are_those_of_the_library():
             "--system needs the chat template, which --raw turns off. Leave one of them out.",
         ),
         (["--prompt", "x", "--gamma", "99"], "gamma is 99, expected a whole number, 0 to 15 or 'auto'"),
+        (
+            ["--prompt", "x", "--device", "gpu"],
+            "device is 'gpu', expected 'auto', 'cpu', 'cuda' or one GPU, as 'cuda:1'",
+        ),
         (["--prompt", "x", "--recent", "-1"], "kv.recent is -1, expected a whole number of tokens, 0 or more"),
     ],
-    ids=["no prompt", "system and raw", "gamma", "recent"],
+    ids=["no prompt", "system and raw", "gamma", "device", "recent"],
 )
 def test_generate_refuses_a_wrong_call(nested, arguments, message):
     assert refused(run("generate", nested, *arguments), message, status=2)

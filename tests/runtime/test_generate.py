@@ -18,6 +18,7 @@ from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvSettings
 
 GAMMAS = (0, 1, 2, 4, 8)
+Open = Callable[..., NestedModel]
 VALID = Path(__file__).resolve().parents[2] / "spec" / "vectors" / "valid"
 
 
@@ -34,15 +35,15 @@ def _set_json(path: Path, **fields: Any) -> None:
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("listed", [False, True], ids=["one id", "a list"])
 def test_an_end_token_inside_a_block_ends_the_text(
-    where: str, listed: bool, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+    where: str, listed: bool, open_model: Open, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "model", eos_token_id=None)
     prompt = [5, 6, 7]
-    expected = NestedModel.open(folder).generate(prompt, max_new_tokens=20, view="target").token_ids
+    expected = open_model(folder).generate(prompt, max_new_tokens=8, view="target").token_ids
     third = expected[2]
     assert third not in expected[:2]
     _set_json(folder / where, eos_token_id=[301, third] if listed else third)
-    model = NestedModel.open(folder)
+    model = open_model(folder)
     for gamma in GAMMAS:
         result = model.generate(prompt, max_new_tokens=20, gamma=gamma)
         assert result.token_ids == expected[:3]
@@ -50,19 +51,21 @@ def test_an_end_token_inside_a_block_ends_the_text(
 
 
 def test_every_end_token_of_a_list_ends_the_text(
-    chain_checkpoint: Callable[..., Path], toy_ids_of: Callable[[str], list[int]]
+    open_model: Open, chain_checkpoint: Callable[..., Path], toy_ids_of: Callable[[str], list[int]]
 ) -> None:
     ends = toy_ids_of("xyz")
     folder = chain_checkpoint("abcz", eos_token_id=ends)
     for view in ("nested", "target", "draft"):
-        result = NestedModel.open(folder, view=view).generate("a", max_new_tokens=20)
+        result = open_model(folder, view=view).generate("a", max_new_tokens=20)
         assert result.token_ids == tuple(toy_ids_of("bcz"))
         assert (result.text, result.finish_reason) == ("bcz", "eos")
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
-def test_a_stop_string_inside_a_block_or_over_two(gamma: int, chain_checkpoint: Callable[..., Path]) -> None:
-    model = NestedModel.open(chain_checkpoint("PabcXYdefghijklm", eos_token_id=None))
+def test_a_stop_string_inside_a_block_or_over_two(
+    gamma: int, open_model: Open, chain_checkpoint: Callable[..., Path]
+) -> None:
+    model = open_model(chain_checkpoint("PabcXYdefghijklm", eos_token_id=None))
     for stop, text in ((["XY"], "abc"), (["Ydefg"], "abcX"), (["a"], ""), (["jk", "def"], "abcXY"), (["Q"], None)):
         pieces: list[str] = []
         result = model.generate("P", max_new_tokens=12, gamma=gamma, stop=stop, stream=pieces.append)
@@ -194,8 +197,8 @@ def test_options_out_of_range(options: dict[str, Any], message: str, model: Nest
     assert str(error.value) == message
 
 
-def test_a_view_that_was_not_opened(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
-    model = NestedModel.open(tiny_checkpoint(tmp_path / "model"), view="target")
+def test_a_view_that_was_not_opened(open_model: Open, tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    model = open_model(tiny_checkpoint(tmp_path / "model"), view="target")
     with pytest.raises(UsageError) as error:
         model.generate([5], view="nested")
     assert str(error.value) == "the draft view was not opened (view='target'); open the checkpoint as 'nested'"
@@ -241,11 +244,13 @@ def test_a_draft_runs_without_the_refinement_shards(tmp_path: Path, tiny_checkpo
         NestedModel.open(folder)
 
 
-def test_a_draft_only_checkpoint_has_no_other_view(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_draft_only_checkpoint_has_no_other_view(
+    open_model: Open, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
     folder = tiny_checkpoint(tmp_path / "model", draft_only=True)
-    assert NestedModel.open(folder, view="draft").generate([5], max_new_tokens=4).stats.new_tokens <= 4
+    assert open_model(folder, view="draft").generate([5], max_new_tokens=4).stats.new_tokens <= 4
     with pytest.raises(CheckpointError, match="the target view cannot be rebuilt"):
-        NestedModel.open(folder)
+        open_model(folder)
 
 
 def test_without_a_tokenizer_ids_still_work(model: NestedModel) -> None:
@@ -278,8 +283,8 @@ def test_a_text_goes_through_the_chat_template_where_there_is_one(
     assert chat.generate("a", max_new_tokens=3).stats.prompt_tokens == 2
 
 
-def test_streamed_pieces_make_up_the_text(chain_checkpoint: Callable[..., Path]) -> None:
-    model = NestedModel.open(chain_checkpoint("Pabcdefgh", eos_token_id=None))
+def test_streamed_pieces_make_up_the_text(open_model: Open, chain_checkpoint: Callable[..., Path]) -> None:
+    model = open_model(chain_checkpoint("Pabcdefgh", eos_token_id=None))
     pieces: list[str] = []
     result = model.generate("P", max_new_tokens=8, gamma=3, stream=pieces.append)
     assert result.text == "abcdefgh"
@@ -311,6 +316,7 @@ def test_stats_of_a_run(model: NestedModel) -> None:
     cache = sum(2 * 2 * 2 * (64 + 4) * length for length in range(4, 33)) / 29
     assert target.bytes_per_token == pytest.approx(decoder.view_bytes["target"] + decoder.head_bytes["target"] + cache)
     assert set(target.seconds) == {"prefill", "draft", "verify"}
+    assert target.device == "cpu"
     json.dumps(nested.to_dict())
 
 
