@@ -302,7 +302,8 @@ class Engine:
         for tensor, before in zip(state_tensors(state), kept, strict=True):
             tensor.copy_(before)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
+        # A stream of this device: the one torch would choose stays on the device where it was first used.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             enqueue()
         graph.instantiate()
         return graph
