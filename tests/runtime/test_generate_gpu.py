@@ -111,6 +111,18 @@ def test_sampling_repeats_with_its_seed(model: NestedModel) -> None:
     assert run(1, 0) == run(1, 0)
 
 
+def test_sampling_from_a_large_vocabulary(tmp_path: Path, tiny_checkpoint: Make) -> None:
+    """Sorting and searching so many logits takes other kernels of torch, which must be fit for a graph too."""
+    folder = tiny_checkpoint(tmp_path / "model", vocab_size=130000, num_hidden_layers=1, eos_token_id=None)
+    model = NestedModel.open(folder, device="cuda")
+    for options in ({}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}):
+        texts = [
+            model.generate(_prompt(6), max_new_tokens=20, temperature=0.8, gamma=3, seed=seed, **options).token_ids
+            for seed in (1, 1, 2)
+        ]
+        assert texts[0] == texts[1] != texts[2]
+
+
 def test_a_draft_runs_without_the_refinement_shards(tmp_path: Path, tiny_checkpoint: Make) -> None:
     folder = tiny_checkpoint(tmp_path / "model", eos_token_id=None)
     expected = NestedModel.open(folder, device="cuda").generate([5, 6], max_new_tokens=20, view="draft").token_ids
