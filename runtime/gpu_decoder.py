@@ -119,8 +119,8 @@ class GpuDecoder:
     def release(self) -> None:
         """Give up the engine and its memory."""
         self.engine = None
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _engine_for(self, settings: SamplingSettings, kv: KvSettings, view: View, entries: int) -> Engine:

@@ -43,10 +43,11 @@ class Flight:
 class GpuLoop:
     """Decodes one sequence on an engine, as `SpeculativeLoop` does with a decoder and a cache.
 
-    `counters.seconds`: `setup`, compiling kernels and capturing graphs that the engine did not have; `prefill`; and
-    `rounds`, wall time from the first of them to the last that was read, whatever the caller did meanwhile, since the
-    device went on. Phases inside a round cannot be told apart: it is one graph. Tokens are counted that rounds
-    committed, also those past the end of the text in the last block.
+    `counters.seconds`: `setup`, compiling and capturing rounds that the engine did not have, and measuring them;
+    `prefill`, which compiles its own kernels when a process first needs them; and `rounds`, wall time from the first of
+    them to the last that was read, whatever the caller did meanwhile, since the device went on. Phases inside a round
+    cannot be told apart: it is one graph. Tokens are counted that rounds committed, also those past the end of the text
+    in the last block.
     """
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint):
