@@ -177,7 +177,7 @@ def examine(case: KernelCase, architecture: int, dump: Path | None = None) -> li
 
 def disassemble(cubin: bytes) -> str:
     """The machine instructions of a compiled kernel, one a line."""
-    return _run_tool("nvdisasm", cubin, "-c")
+    return _run_tool("nvdisasm", cubin, "-c", "-ndf")
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -336,12 +336,12 @@ def _load_bytes(code: str) -> int:
     return 2 if "U16" in suffixes or "S16" in suffixes else 4
 
 
-def _run_tool(name: str, cubin: bytes, option: str) -> str:
+def _run_tool(name: str, cubin: bytes, *options: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         done = subprocess.run(
-            [str(_tools() / name), option, str(path)], capture_output=True, encoding="utf-8", check=True
+            [str(_tools() / name), *options, str(path)], capture_output=True, encoding="utf-8", check=True
         )
     return done.stdout
 

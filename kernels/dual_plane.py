@@ -107,6 +107,13 @@ def dual_plane_argmax(acts: Activations, weight: DualPlaneWeight, view: View, be
     _launch(acts, weight, view, rows, ARGMAX.value, best.value, best.index)
 
 
+def launch_linear(
+    acts: Activations, weight: DualPlaneWeight, view: View, out: Tensor, rows: int, walk: Tile | MmaTile
+) -> None:
+    """`dual_plane_linear` by a walk that the caller chooses, to measure or to test it."""
+    _launch(acts, weight, view, rows, PLAIN.value, out, None, chosen=walk)
+
+
 def argmax_blocks(outputs: int) -> int:
     """Blocks of the outputs: the second size of the `Best` that `dual_plane_argmax` writes, for either view."""
     return -(-outputs // ARGMAX_ROWS)

@@ -235,6 +235,15 @@ class Engine:
             else:
                 self._run("verify", self._verify)
 
+    def forget_graphs(self) -> None:
+        """Capture every graph anew at its next use."""
+        self._graphs.clear()
+
+    def use_ops(self, ops: Ops) -> None:
+        """Take other operations from now on: a benchmark leaves some out."""
+        self.ops = self.forward.ops = ops
+        self.forget_graphs()
+
     def _verify(self) -> None:
         place = self._place(0, self.gamma + 1)
         self.forward.hidden(place, self.view)

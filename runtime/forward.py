@@ -48,6 +48,7 @@ class DraftKv:
 class Forward(Protocol):
     """A pass with its buffers."""
 
+    ops: Ops
     best: Best
     logits: Tensor | None
 
@@ -243,10 +244,10 @@ def empty_best(weights: GpuWeights, ops: Ops, rows: int, device: torch.device) -
 
 
 def _bytes_of(forward: object) -> int:
-    """Bytes of the tensors and of the groups of tensors that are attributes of a pass, the nested cache apart."""
+    """Bytes of the tensors and groups of tensors that are attributes of a pass, weights and the nested cache apart."""
     total = 0
     for name, value in vars(forward).items():
-        if name in ("planes", "scale"):
+        if name in ("planes", "scale", "weights"):
             continue
         parts = [value, *(getattr(value, slot) for slot in getattr(value, "__slots__", ()) if slot != "rope")]
         total += sum(part.nbytes for part in parts if isinstance(part, Tensor))

@@ -74,7 +74,7 @@ def test_equals_the_twin(view: View, walk: Tile | MmaTile, outputs: int, inputs:
     weight, acts = _weight(outputs, inputs, group_size), _acts(3, inputs)
     expected, found = torch.full((2, ROOM, outputs), 7.0)
     plain_dual_plane.dual_plane_linear(acts, weight, view, expected, 3)
-    dual_plane._launch(acts, weight, view, 3, dual_plane.PLAIN.value, found, None, chosen=walk)
+    dual_plane.launch_linear(acts, weight, view, found, 3, walk)
     assert _close(found, expected)
     assert torch.equal(found[3:], expected[3:])
 
@@ -83,10 +83,10 @@ def test_equals_the_twin(view: View, walk: Tile | MmaTile, outputs: int, inputs:
 def test_a_row_does_not_depend_on_the_others(walk: Tile | MmaTile) -> None:
     weight, acts = _weight(16, 384, 128, bias=False), _acts(ROOM, 384)
     together = torch.empty(ROOM, 16)
-    dual_plane._launch(acts, weight, "target", 9, dual_plane.PLAIN.value, together, None, chosen=walk)
+    dual_plane.launch_linear(acts, weight, "target", together, 9, walk)
     for row in (0, 4, 8):
         alone = torch.empty(ROOM, 16)
-        dual_plane._launch(_row(acts, row), weight, "target", 1, dual_plane.PLAIN.value, alone, None, chosen=walk)
+        dual_plane.launch_linear(_row(acts, row), weight, "target", alone, 1, walk)
         assert torch.equal(alone[0], together[row])
 
 
@@ -133,7 +133,7 @@ def test_extreme_codes_are_summed_exactly() -> None:
         acts.sums.fill_(-127 * 32)
         for walk in (DP4A[0], MMA[0]):
             out = torch.empty(ROOM, 16)
-            dual_plane._launch(acts, weight, "target", 1, dual_plane.PLAIN.value, out, None, chosen=walk)
+            dual_plane.launch_linear(acts, weight, "target", out, 1, walk)
             assert out[0].tolist() == [-127.0 * 256 * code] * 16
 
 
