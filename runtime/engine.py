@@ -65,8 +65,8 @@ class Engine:
 
     `mode`: `"nested"` drafts `gamma` tokens a round on the base plane and verifies them on both; `"target"` and
     `"draft"` decode plainly by one view; `"half"` is the float16 baseline. `capacity`: cache entries that tokens may
-    fill. `sampling`: draws tokens instead of taking the best. `synthetic`: acceptance by chance, for benchmarks. `ring`:
-    committed tokens that stay readable.
+    fill. `sampling`: draws tokens instead of taking the best. `synthetic`: acceptance by chance, for benchmarks.
+    `ring`: committed tokens that stay readable.
     """
 
     def __init__(
