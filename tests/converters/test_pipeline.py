@@ -334,7 +334,7 @@ def test_resume_quantizes_only_what_is_missing(
 def test_killed_run_leaves_no_output_and_can_be_resumed_or_repeated(
     model_folder: Any, options: Any, tmp_path: Path
 ) -> None:
-    source = model_folder(num_hidden_layers=6)
+    source = model_folder(num_hidden_layers=4)
     script = (
         "import sys; from pathlib import Path; from bitnest_format.converters.options import ConvertOptions as O;"
         "from bitnest_format.converters.sources import open_source;"
