@@ -336,6 +336,37 @@ def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: 
     click.echo(_json(inspected.to_dict()) if as_json else report.render(inspected))
 
 
+@main.command(epilog=example("bitnest-format push ./SmolLM2-BitNest me/SmolLM2-BitNest --private"))
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("repo_id")
+@click.option("--private", is_flag=True, help="Make the repository private.")
+@click.option("--revision", metavar="BRANCH", help="Push to this branch, made if it does not exist, or to refs/pr/N.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead.")
+@click.option("--message", metavar="TEXT", help="Summary of the commits.")
+@click.option("--tag", metavar="NAME", help="Give the last commit a tag.")
+@json_option
+def push(checkpoint: Path, repo_id: str, as_json: bool, **options: Any) -> None:
+    """Publish the nested CHECKPOINT, a folder, as REPO_ID on the Hub.
+
+    Checks everything first, then uploads the weights, and last what makes them loadable, with a model card. Run it
+    again after an interruption: what has arrived is not sent twice.
+    """
+    from bitnest_format import push as pushing
+    from bitnest_format.progress import StageProgress
+
+    try:
+        with StageProgress() as progress:
+            result = pushing.push(checkpoint, repo_id, progress=progress, **options)
+    except KeyboardInterrupt:
+        raise Interrupted("Interrupted. Run the same command again: what has arrived is not sent twice.") from None
+    _warn(result.warnings)
+    if as_json:
+        click.echo(_json(result.to_dict()))
+        return
+    sent = f"{len(result.uploaded)} of {result.files} files sent" if result.uploaded else "nothing had changed"
+    click.echo(f"{result.pull_request or result.url}\n  commit {result.commit}, {sent}\n\n{result.load_lines()}")
+
+
 @main.command(epilog=example('bitnest-format generate ./SmolLM2-BitNest --stats --prompt "Why do birds build nests?"'))
 @click.argument("checkpoint")
 @click.option("--prompt", metavar="TEXT", help="The text to continue or to answer.")

@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "checkpoint": CORE - {""},
     "validation": CORE - {""},
     "report": CORE - {""},
+    "card": {"errors", "manifest", "report"},
+    "push": {"", "errors", "manifest", "shards", "checkpoint", "validation", "report", "hub", "card"},
     "progress": set(),
     "hub": {"", "errors", "spec", "manifest", "shards", "checkpoint"},
     "kernels": {"errors", "nesting", "packing"},
@@ -43,7 +45,8 @@ ONLY_ERRORS_ABOVE_COMMAND_BODIES = {"", "errors"}
 ONLY_IN = {
     "transformers": {"converters", "runtime"},
     "accelerate": {"converters", "runtime"},
-    "huggingface_hub": {"hub"},
+    "huggingface_hub": {"hub", "push"},
+    "yaml": {"card"},
     "click": {"cli"},
     "jsonschema": {"manifest"},
     "triton": {"kernels"},
@@ -185,7 +188,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_loads_nothing_heavy():
-    for command in ("", "convert", "validate", "inspect", "generate", "bench"):
+    for command in ("", "convert", "validate", "inspect", "push", "generate", "bench"):
         arguments = [command, "--help"] if command else ["--help"]
         code = f"from bitnest_format.cli import main; main({arguments!r}, standalone_mode=False)"
         assert loaded_by(code) & HEAVY == set(), command
