@@ -98,7 +98,8 @@ def test_revisions(hub_server, folder):
     result = run("validate", REPO, "--revision", "v2")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        "Error: someone/model: has no revision 'v2'. Its branches and tags are listed at huggingface.co/someone/model.\n"
+        "Error: someone/model: has no revision 'v2'. Its branches and tags are listed at "
+        "huggingface.co/someone/model.\n"
     )
 
 
