@@ -18,7 +18,7 @@ The client's own way to upload warns under `-W error`; tests that upload carry
 `pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")`.
 
 Storage is as on the Hub: weights are LFS objects, known by SHA-256 and served by a redirect to `/cdn/` on
-another port (an origin of its own, which must never see a token: `Request.user`); small files
+another host (an origin of its own, which must never see a token: `Request.user`); small files
 are git blobs inside the commit. Private and missing repositories look the same to whoever has no token (401), and
 missing ones are 404 to whoever has one; gated files are 401 or 403 with `X-Error-Code: GatedRepo`.
 
@@ -138,11 +138,13 @@ class HubServer:
         self.yaml_errors: list[str] = []
         self.ignore_ranges = False
         self.lock = threading.RLock()
-        # Weights come from an origin of their own, as from the Hub's content network: the client tells them apart.
+        # Weights come from a host of another name, as from the Hub's content network: clients tell hosts apart, by
+        # name alone or by name and port.
         self._servers = [_Server(("127.0.0.1", 0), _Handler) for _ in range(2)]
         for server in self._servers:
             server.hub = self
-        self.endpoint, self.storage = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
+        ports = [server.server_address[1] for server in self._servers]
+        self.endpoint, self.storage = f"http://127.0.0.1:{ports[0]}", f"http://localhost:{ports[1]}"
         self._threads = [
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True) for server in self._servers
         ]
@@ -210,7 +212,7 @@ class HubServer:
         """The variables of a child process whose client talks to this server alone."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
         ours = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        return kept | ours | ({"HF_TOKEN": token} if token else {}) | {"NO_PROXY": "127.0.0.1"}
+        return kept | ours | ({"HF_TOKEN": token} if token else {}) | {"NO_PROXY": "127.0.0.1,localhost"}
 
 
 def _commit(repository: Repository, branch: str, files: Mapping[str, bytes | None], message: str) -> str:
@@ -263,6 +265,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body go out in two pieces; held back, the second would wait 40 ms for an answer to the first.
+    disable_nagle_algorithm = True
     server: _Server
     entry: Request
     fault: Fault
