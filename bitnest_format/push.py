@@ -50,9 +50,21 @@ WORK_FILES = (".*", "*.lock", "*.tmp", "*.part", "*.incomplete", "*.log", "*.pyc
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{30,}")
 REF_NAME = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9][\w./-]{0,199}(?<![/.])")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
-# Whatever a repository holds under these names belongs to another model, or to an earlier state of this one.
+# What a repository holds under these names belongs to another model, and under those to an earlier state of this one.
 FOREIGN = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "*.gguf", "adapter_model*")
-OURS = ("bitnest-*.safetensors", "bitnest*.safetensors.index.json")
+OURS = (
+    *("bitnest-*.safetensors", "bitnest*.safetensors.index.json", EVALUATION_FILE, "generation_config.json"),
+    *(
+        "tokenizer*",
+        "vocab.*",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "*.tiktoken",
+        "tekken.json",
+    ),
+    *("spiece.model", "sentencepiece.bpe.model", "chat_template.*", "additional_chat_templates/*"),
+)
 
 
 class PushError(BitnestError):
@@ -228,7 +240,7 @@ def _file_problems(folder: Path, name: str, *, listed: bool) -> Iterator[str]:
     if not path.resolve().is_relative_to(folder.resolve()):
         yield f"{name}: is a link to a file outside {folder.name}. Put the file itself there."
         return
-    if listed and any(fnmatch.fnmatch(part, pattern) for part in PurePosixPath(name).parts for pattern in WORK_FILES):
+    if listed and any(_matches(part, WORK_FILES) for part in PurePosixPath(name).parts):
         yield f"{name}: looks like a work file, but {MANIFEST_FILE} lists it. Remove it and its entry."
         return
     if name.endswith(".safetensors") or path.stat().st_size > SCANNED_BYTES:
@@ -368,7 +380,7 @@ class _Push:
         plan = self.plan
         head = str(self.api.repo_info(plan.repo_id, revision=self.revision).sha)
         remote = self._files(head)
-        foreign = [name for name in remote if any(fnmatch.fnmatch(name, pattern) for pattern in FOREIGN)]
+        foreign = [name for name in remote if _matches(name, FOREIGN)]
         if foreign:
             raise PushError(
                 f"{plan.repo_id}: holds {', '.join(foreign[:3])}, the weights of another model. Push to a repository "
@@ -386,7 +398,8 @@ class _Push:
             staged = Path(temporary)
             contents = {**plan.last, CARD_FILE: self._card(remote, head, staged)}
             names = [name for name, content in contents.items() if not _same_content(remote.get(name), content)]
-            stale = [name for name in remote if name not in plan.first and _matches(name, OURS)]
+            ours = plan.first.keys() | plan.last.keys()
+            stale = [name for name in remote if name not in ours and _matches(name, OURS)]
             if not names and not stale:
                 self.report("complete", 1, 1)
                 return head
@@ -520,7 +533,7 @@ def _same_content(remote: RepoFile | None, content: bytes) -> bool:
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _literal(name: str) -> str:
@@ -546,7 +559,12 @@ def _is_hubs(error: BaseException) -> bool:
 
     # The transport is httpx or its successor, by version, and hf_xet; none of them is a dependency of ours.
     transport = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "hf_xet")
-    return transport or isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError))
+    # hf_xet reports what went wrong on the way as a bare RuntimeError.
+    return (
+        transport
+        or type(error) is RuntimeError
+        or isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError))
+    )
 
 
 def _retry_after(error: BaseException) -> float | None:

@@ -242,7 +242,6 @@ def test_other_models(config, hint, tmp_path):
     )
 
 
-@pytest.mark.parametrize("shard", ["../../secret/model.safetensors", "/etc/passwd", "c:\\x", ""])
 @pytest.mark.parametrize("left", ["bitnest-draft.safetensors.index.json", "bitnest-base-00001-of-00001.safetensors"])
 def test_weights_without_a_manifest_are_half_a_push(left, tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
@@ -250,11 +249,12 @@ def test_weights_without_a_manifest_are_half_a_push(left, tiny_checkpoint, tmp_p
         if path.name not in (left, "config.json"):
             path.unlink()
     assert refusal(lambda: Checkpoint(folder)) == (
-        f"{folder}: no bitnest.json, so this is not a nested checkpoint. Its weights are there: a push or a download did "
-        "not come to its end. Push or download it again."
+        f"{folder}: no bitnest.json, so this is not a nested checkpoint. Its weights are there: a push or a download "
+        "did not come to its end. Push or download it again."
     )
 
 
+@pytest.mark.parametrize("shard", ["../../secret/model.safetensors", "/etc/passwd", "c:\\x", ""])
 @pytest.mark.parametrize("view", ["draft", "target"])
 def test_names_that_leave_the_folder_are_refused_before_anything_is_opened(view, shard, tiny_checkpoint, tmp_path):
     """SF-4"""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +39,7 @@ SMALL = {
 
 @pytest.fixture
 def folder(tiny_checkpoint, tmp_path) -> Path:
-    """A small checkpoint in two base shards."""
+    """A small checkpoint in three base shards."""
     return tiny_checkpoint(tmp_path / "model", **SMALL)
 
 
@@ -109,13 +112,14 @@ def test_push_in_several_commits(hub, folder, monkeypatch):
 
 def test_push_over_an_older_checkpoint_takes_its_manifest_away_first(hub, folder, tiny_checkpoint):
     push.push(folder, REPO)
-    hub.commit(REPO, {"picture.png": b"mine"})
+    hub.commit(REPO, {"picture.png": b"mine", "evaluation.json": b"[]", "tokenizer.model": b"old"})
     other = tiny_checkpoint(folder.with_name("other"), seed=1, **SMALL | {"shard_bytes": 10**9})
     push.push(other, REPO)
     assert_never_half(hub, folder, other)
     found = hub.files(REPO)
     assert found["picture.png"] == b"mine"
-    assert "bitnest-base-00001-of-00002.safetensors" not in found
+    for name in ("bitnest-base-00001-of-00003.safetensors", "evaluation.json", "tokenizer.model"):
+        assert name not in found
     for path in other.iterdir():
         assert found[path.name] == path.read_bytes()
 
@@ -132,8 +136,13 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("how", ["before", "after", "500"])
-@pytest.mark.parametrize("stage", STAGES)
+INTERRUPTIONS = [
+    *((stage, "before") for stage in STAGES),
+    *((stage, how) for stage in ("first weight", "first commit", "last commit") for how in ("after", "500")),
+]
+
+
+@pytest.mark.parametrize(("stage", "how"), INTERRUPTIONS)
 def test_interrupted_push_goes_on(stage, how, hub, folder, monkeypatch):
     method, path, skip = STAGES[stage]
     monkeypatch.setattr(push, "PAUSES_SECONDS", ())
@@ -167,6 +176,22 @@ def test_interrupted_update_is_never_loadable(stage, hub, folder, tiny_checkpoin
     assert_never_half(hub, folder, other)
 
 
+@pytest.mark.parametrize("stage", ["third weight", "last commit"])
+def test_killed_push_goes_on(stage, hub, folder, tmp_path):
+    """Killed without warning in the middle of a request; the next push ends in the same state."""
+    method, path, skip = STAGES[stage]
+    command = [sys.executable, "-m", "bitnest_format", "push", str(folder), REPO]
+    environment = hub.environment(tmp_path / "home", token="hf_me") | {"PYTHONSAFEPATH": "1"}
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    fault = hub.fault(method, path, skip=skip, call=child.kill, drop="before")
+    assert child.wait(timeout=120) == -signal.SIGKILL
+    assert fault.seen == 1
+    assert MANIFEST_FILE not in hub.files(REPO)
+    push.push(folder, REPO)
+    assert_holds(hub, folder)
+    assert_never_half(hub, folder)
+
+
 def test_resumed_push_sends_only_what_is_missing(hub, folder, monkeypatch):
     """PU-3: the first of the weights have arrived, the last has not."""
     monkeypatch.setattr(push, "PAUSES_SECONDS", ())
@@ -197,15 +222,15 @@ def test_a_hub_that_stays_busy_is_named(hub, folder):
         push.push(folder, REPO)
     assert str(caught.value) == (
         f"{REPO}: the Hub answered with HTTP status 503 after 0 files; not confirmed: "
-        "bitnest-base-00001-of-00002.safetensors, bitnest-base-00002-of-00002.safetensors, "
-        "bitnest-draft.safetensors.index.json, ... (8 files). Push again: what has arrived is not sent twice."
+        "bitnest-base-00001-of-00003.safetensors, bitnest-base-00002-of-00003.safetensors, "
+        "bitnest-base-00003-of-00003.safetensors, ... (9 files). Push again: what has arrived is not sent twice."
     )
 
 
 def test_somebody_elses_commit_stops_the_push(hub, folder):
     """Two pushes at once never mix: the last commit names the one that it builds on."""
     hub.fault("POST", "/commit/main", skip=1, call=lambda: hub.commit(REPO, {"x.txt": b"x"}))
-    with pytest.raises(PushError, match="somebody else committed at the same time after 5 files"):
+    with pytest.raises(PushError, match="somebody else committed at the same time after 6 files"):
         push.push(folder, REPO)
     assert MANIFEST_FILE not in hub.files(REPO)
     push.push(folder, REPO)
@@ -517,7 +542,7 @@ def test_push_command(hub, folder, capsys):
     out, err = capsys.readouterr()
     commit = hub.repositories[REPO].branches["main"]
     assert out == (
-        f"{hub.endpoint}/{REPO}\n  commit {commit}, 8 of 8 files sent\n\n"
+        f"{hub.endpoint}/{REPO}\n  commit {commit}, 9 of 9 files sent\n\n"
         f'import bitnest_format\nmodel = bitnest_format.load("{REPO}")\n'
     )
     assert err.splitlines()[0] == f"checking {folder}"
