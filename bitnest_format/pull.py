@@ -79,10 +79,13 @@ def verify(folder: Path, repo_id: str, *, view: PullView, deep: bool = False) ->
         size = files.size(name)
         if size is None and not name.endswith(".safetensors") and name not in needed:
             continue
-        found, expected = "is missing", f"{record.size} bytes"
-        if size is not None and size != record.size:
-            found = f"has {size} bytes"
-        elif size is not None:
+        if size is None:
+            raise HubError(
+                f"{repo_id}: {name} was not downloaded, or the repository lacks it. "
+                f"Run 'bitnest-format pull {repo_id} --view {view}' with a connection to the Hub."
+            )
+        found, expected = f"has {size} bytes", f"{record.size} bytes"
+        if size == record.size:
             if not deep or (digest := file_sha256(folder / name)) == record.sha256:
                 continue
             found, expected = f"has SHA-256 {digest[:12]}...", f"{record.sha256[:12]}..."

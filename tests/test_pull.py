@@ -110,6 +110,21 @@ def test_offline_and_read_only(hub_server, commit, tmp_path, monkeypatch):
         pull(REPO, revision="dev")
 
 
+def test_a_draft_in_the_cache_is_no_nested_checkpoint(hub_server, commit, monkeypatch):
+    pull(REPO, view="draft")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert pull(REPO, view="draft").revision == commit
+    for refused in (lambda: pull(REPO), lambda: bitnest_format.load(REPO, device="cpu")):
+        with pytest.raises(HubError) as caught:
+            refused()
+        assert str(caught.value) in (
+            f"someone/model: {REFINEMENT} was not downloaded, or the repository lacks it. "
+            "Run 'bitnest-format pull someone/model --view nested' with a connection to the Hub.",
+            "someone/model: the repository is not complete in the cache, and offline mode is on (HF_HUB_OFFLINE). "
+            "Unset it, or download the repository first.",
+        )
+
+
 def test_no_network(hub_server, commit, monkeypatch):
     pull(REPO)
     hub_server.fault("GET", "", drop="before", times=1000)
