@@ -204,7 +204,7 @@ def _plan(folder: Path, repo_id: str, manifest: Manifest, extra: list[str]) -> P
     if EVALUATION_FILE in extra:
         evaluation = card.read_evaluation(read_json(folder / EVALUATION_FILE))
     warnings: tuple[str, ...] = ()
-    text = (folder / CARD_FILE).read_text(encoding="utf-8") if CARD_FILE in extra else None
+    text = _read_card(folder / CARD_FILE) if CARD_FILE in extra else None
     if not manifest.source.get("license") and not re.search(r"(?m)^license:", text or ""):
         warnings = (
             "the licence of the source is not recorded, so the card names none. Add 'license:' to the front matter of "
@@ -223,6 +223,13 @@ def _plan(folder: Path, repo_id: str, manifest: Manifest, extra: list[str]) -> P
         last=last,
         warnings=warnings,
     )
+
+
+def _read_card(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CardError(f"{path.name}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _client_problems() -> Iterator[str]:
@@ -298,19 +305,24 @@ class _Push:
     api: HfApi = field(init=False)
 
     def run(self, private: bool, tag: str | None) -> PushResult:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
         self.api = HfApi(library_name="bitnest-format", library_version=__version__)
-        # Two sets of bars on one terminal would overwrite each other.
-        bars = not are_progress_bars_disabled()
-        disable_progress_bars()
+        # Two sets of bars on one terminal would overwrite each other; what the environment says stands.
+        bars = not are_progress_bars_disabled() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None
+        if bars:
+            disable_progress_bars()
         try:
             self._patiently(lambda: self._open(private))
             self._patiently(lambda: self._check_tag(tag))
             while (commit := self._patiently(self._step)) is None:
                 pass
             self._patiently(lambda: self._tag(tag, commit))
+        except KeyboardInterrupt:
+            if self.pull_request is None:
+                raise
+            raise PushError(f"{self.plan.repo_id}: interrupted. Go on with --revision {self.revision}.") from None
         finally:
             if bars:
                 enable_progress_bars()

@@ -124,6 +124,14 @@ def test_push_over_an_older_checkpoint_takes_its_manifest_away_first(hub, folder
         assert found[path.name] == path.read_bytes()
 
 
+def test_shards_that_nobody_names_are_deleted(hub, folder):
+    push.push(folder, REPO)
+    hub.commit(REPO, {"bitnest-base-00009-of-00009.safetensors": b"old", "notes.txt": b"mine"})
+    assert push.push(folder, REPO).uploaded == ()
+    assert hub.files(REPO).pop("notes.txt") == b"mine"
+    assert "bitnest-base-00009-of-00009.safetensors" not in hub.files(REPO)
+
+
 STAGES = {
     "create": ("POST", "/api/repos/create", 0),
     "preupload": ("POST", "/preupload/", 0),
@@ -316,6 +324,19 @@ def test_interrupted_pr_names_the_revision_to_go_on_with(hub, folder):
     assert set(hub.repositories[REPO].branches) == {"main", "refs/pr/1"}
 
 
+def test_a_pr_that_the_user_interrupts_names_its_revision(hub, folder):
+    hub.create(REPO)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage.startswith("publishing"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(PushError, match=r"^me/nested: interrupted\. Go on with --revision refs/pr/1\.$"):
+        push.push(folder, REPO, create_pr=True, progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        push.push(folder, REPO, progress=interrupt)
+
+
 def test_message(hub, folder):
     push.push(folder, REPO, message="Groups of 64")
     assert list(hub.repositories[REPO].messages.values())[1:] == ["Groups of 64", "Groups of 64"]
@@ -487,6 +508,12 @@ def test_a_bad_card_stops_the_push_before_any_request(hub, folder):
         push.push(folder, REPO)
     assert str(caught.value) == "README.md: model-index is not a list of objects with a name and a list of results"
     assert hub.log == []
+
+
+def test_a_card_that_is_no_text_stops_the_push(hub, folder):
+    (folder / "README.md").write_bytes(b"caf\xe9")
+    with pytest.raises(PushError, match=r"^README\.md: is not UTF-8 text \(unexpected end of data at byte 3\)$"):
+        push.push(folder, REPO)
 
 
 def test_a_bad_card_on_the_hub_is_named(hub, folder):
