@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+import bitnest_format
 from bitnest_format import card, push
 from bitnest_format.card import BEGIN, END
 from bitnest_format.cli import main
-from bitnest_format.errors import UsageError
+from bitnest_format.errors import BitnestError, UsageError
 from bitnest_format.manifest import MANIFEST_FILE
 from bitnest_format.push import PushError
 from bitnest_format.shards import read_json, write_json
@@ -554,6 +555,19 @@ def test_push_leaves_the_folder_alone(hub, folder):
     before = state()
     push.push(folder, REPO)
     assert state() == before
+
+
+def test_what_was_pushed_loads_and_half_of_it_does_not(hub, folder, monkeypatch):
+    monkeypatch.setattr(push, "PAUSES_SECONDS", ())
+    fault = hub.fault("POST", "/commit/main", skip=1, times=9, drop="before")
+    with pytest.raises(PushError):
+        push.push(folder, REPO)
+    with pytest.raises(BitnestError, match=r"no bitnest\.json"):
+        bitnest_format.load(REPO)
+    fault.times = 0
+    push.push(folder, REPO)
+    text = bitnest_format.load(REPO).generate([5, 6], max_new_tokens=3).token_ids
+    assert text == bitnest_format.load(str(folder)).generate([5, 6], max_new_tokens=3).token_ids
 
 
 def run(*arguments: str) -> int:
