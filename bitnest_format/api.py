@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bitnest_format import hub
+from bitnest_format import hub, pull
 
 if TYPE_CHECKING:
     from bitnest_format.runtime.generate import NestedModel, OpenView
@@ -33,12 +33,15 @@ def load(
     Returns a model whose `generate(prompt, max_new_tokens=..., gamma=4, ...)` gives the text, the token ids and the
     run's statistics. Greedy output of `nested` equals that of `target` token for token.
 
-    Raises `UsageError` for a path that is no checkpoint, `HubError` where the repository cannot be had,
+    Raises `UsageError` for a path that is no checkpoint, `HubError` where the repository cannot be had or does not hold
+    what its manifest says,
     `CheckpointError` for a checkpoint that is broken or of an unknown version, `UnsupportedModelError` for one that the
     GPU that was asked for cannot run, `GenerationError` where it does not fit into that GPU's memory.
     """
     from bitnest_format.runtime.generate import NestedModel
 
     patterns = hub.DRAFT_FILES if view == "draft" else hub.CHECKPOINT_FILES
-    folder = hub.resolve(path_or_repo_id, revision=revision, patterns=patterns)
-    return NestedModel.open(folder, view=view, unpack=unpack, device=device)
+    located = hub.locate(path_or_repo_id, revision=revision, patterns=patterns)
+    if located.repo_id is not None:
+        pull.verify(located.path, located.repo_id, view="draft" if view == "draft" else "nested")
+    return NestedModel.open(located.path, view=view, unpack=unpack, device=device)

@@ -7,6 +7,7 @@ say which tensor lies where; the draft's names base shards only, so a draft can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +177,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def read_weight_map(folder: Path, index_name: str) -> dict[str, str]:
     """`{tensor: shard}` of an index whose shard names all stay inside the folder."""
-    index = read_json(folder / index_name)
+    return weight_map_of(read_json(folder / index_name), index_name, folder)
+
+
+def weight_map_of(index: Any, index_name: str, folder: Path) -> dict[str, str]:
+    """`read_weight_map` of an index that was parsed already; `folder` serves for messages alone."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_name}: weight_map: missing or empty, expected tensor names with their shards")
@@ -191,7 +196,9 @@ def _not_a_checkpoint(folder: Path) -> str:
     block = _read_config(folder).get("quantization_config") if (folder / CONFIG_FILE).is_file() else None
     method = block.get("quant_method") if isinstance(block, dict) else None
     hint = "Make one with 'bitnest-format convert'."
-    if method == "bitnet":
+    if (folder / DRAFT_INDEX).is_file() or any(folder.glob("bitnest-base-*.safetensors")):
+        hint = "Its weights are there: a push or a download did not come to its end. Push or download it again."
+    elif method == "bitnet":
         hint = "Its quant_method is 'bitnet', the 1.58-bit method; this package reads 'bitnest'."
     elif method:
         hint = f"Its quant_method is {method!r}."
@@ -219,8 +226,9 @@ class CheckpointWriter:
         files: dict[str, FileRecord] = {}
         base_map = self._write_family("base", self.base, files)
         refinement_map = self._write_family("refinement", self.refinement, files)
-        self._write_index(DRAFT_INDEX, base_map, self.base)
-        self._write_index(TARGET_INDEX, base_map | refinement_map, self.base | self.refinement)
+        parameters = count_parameters(manifest, {name: tensor.shape for name, tensor in self.base.items()})
+        self._write_index(DRAFT_INDEX, base_map, self.base, parameters)
+        self._write_index(TARGET_INDEX, base_map | refinement_map, self.base | self.refinement, parameters)
         write_json(self.folder / CONFIG_FILE, config)
         for name in (CONFIG_FILE, DRAFT_INDEX, TARGET_INDEX, *side_files):
             path = self.folder / name
@@ -242,9 +250,22 @@ class CheckpointWriter:
             weight_map |= dict.fromkeys(names, file_name)
         return weight_map
 
-    def _write_index(self, name: str, weight_map: Mapping[str, str], tensors: Mapping[str, Pending]) -> None:
-        total = sum(tensor.size for tensor in tensors.values())
-        write_json(self.folder / name, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
+    def _write_index(
+        self, name: str, weight_map: Mapping[str, str], tensors: Mapping[str, Pending], parameters: int
+    ) -> None:
+        # The Hub counts a model's parameters by this number; from words of packed codes it would guess wrongly.
+        metadata = {"total_parameters": parameters, "total_size": sum(tensor.size for tensor in tensors.values())}
+        write_json(self.folder / name, {"metadata": metadata, "weight_map": dict(weight_map)})
+
+
+def count_parameters(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The parameters of the model itself: weights of quantized modules, and values of tensors that are not quantized.
+
+    `shapes` are those of the base shards' tensors. Scales and permutations are not parameters, and a nested weight is
+    one, not two.
+    """
+    nested = sum(module.shape[0] * module.shape[1] for module in manifest.modules.values())
+    return nested + sum(math.prod(shapes[name]) for name in manifest.unquantized if name in shapes)
 
 
 def _split(tensors: Mapping[str, Pending], limit: int) -> list[list[str]]:

@@ -24,8 +24,10 @@ from bitnest_format.errors import BitnestError, UsageError
 
 if TYPE_CHECKING:
     from bitnest_format.hub import Location
+    from bitnest_format.pull import PullView
     from bitnest_format.runtime.generate import Generation, OpenView
     from bitnest_format.runtime.model import Unpack
+    from bitnest_format.shards import Files
 
 DEBUG_VARIABLE = "BITNEST_DEBUG"
 INTERRUPTED_STATUS = 130
@@ -299,15 +301,25 @@ def convert(
 def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | None, as_json: bool) -> None:
     """Check a nested CHECKPOINT against the format.
 
-    Lists everything that is wrong, one finding a line, as file: place: message.
+    Lists everything that is wrong, one finding a line, as file: place: message. A Hub repository is judged by its
+    listing, JSON files and shard headers, without a download of its weights; with --deep it is downloaded.
+
     Exit status 0: valid, 1: invalid, 2: wrong call.
     """
     from bitnest_format import hub
     from bitnest_format.report import render_findings
+    from bitnest_format.shards import LocalFiles
     from bitnest_format.validation import validate as find_faults
 
-    folder = _checkpoint_folder(checkpoint, revision, hub.CHECKPOINT_FILES)
-    findings = find_faults(folder, deep=deep)
+    files = _checkpoint_files(checkpoint, revision, hub.CHECKPOINT_FILES)
+    unread = "" if deep else " (hashes not checked: use --deep)"
+    if not files.local and deep:
+        # What was not downloaded is judged by its name: a pickle stays one.
+        names = tuple(files.names())
+        files = LocalFiles(_checkpoint_folder(checkpoint, revision, hub.CHECKPOINT_FILES), names)
+    elif not files.local:
+        unread = " (from its headers: codes, scales and hashes not checked: use --deep)"
+    findings = find_faults(files, deep=deep)
     if as_json:
         listed = [{"file": f.file, "place": f.place, "message": f.message} for f in findings]
         click.echo(_json({"path": checkpoint, "deep": deep, "valid": not findings, "findings": listed}))
@@ -315,7 +327,7 @@ def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | No
         click.echo(render_findings(findings))
         click.echo(f"{checkpoint}: invalid, {len(findings)} finding{'s' * (len(findings) > 1)}", err=True)
     else:
-        click.echo(f"{checkpoint}: valid" + ("" if deep else " (hashes not checked: use --deep)"))
+        click.echo(f"{checkpoint}: valid{unread}")
     ctx.exit(1 if findings else 0)
 
 
@@ -327,13 +339,78 @@ def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | No
 def inspect(checkpoint: str, tensor: str | None, revision: str | None, as_json: bool) -> None:
     """Show what a nested CHECKPOINT holds.
 
-    Sizes of the planes, group sizes, saturation and error of each module, rotation and provenance.
+    Sizes of the planes, group sizes, saturation and error of each module, rotation and provenance. Of a Hub
+    repository only JSON files and shard headers are read; with --tensor it is downloaded.
     """
     from bitnest_format import hub, report
 
-    patterns = hub.CHECKPOINT_FILES if tensor else hub.DRAFT_FILES
-    inspected = report.inspect_checkpoint(_checkpoint_folder(checkpoint, revision, patterns), tensor)
+    if tensor:
+        inspected = report.inspect_checkpoint(_checkpoint_folder(checkpoint, revision, hub.CHECKPOINT_FILES), tensor)
+    else:
+        inspected = report.inspect_checkpoint(_checkpoint_files(checkpoint, revision, hub.DRAFT_FILES))
     click.echo(_json(inspected.to_dict()) if as_json else report.render(inspected))
+
+
+@main.command(epilog=example("bitnest-format push ./SmolLM2-BitNest me/SmolLM2-BitNest --private"))
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("repo_id")
+@click.option("--private", is_flag=True, help="Make the repository private.")
+@click.option("--revision", metavar="BRANCH", help="Push to this branch, made if it does not exist, or to refs/pr/N.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead.")
+@click.option("--message", metavar="TEXT", help="Summary of the commits.")
+@click.option("--tag", metavar="NAME", help="Give the last commit a tag.")
+@json_option
+def push(checkpoint: Path, repo_id: str, as_json: bool, **options: Any) -> None:
+    """Publish the nested CHECKPOINT, a folder, as REPO_ID on the Hub.
+
+    Checks everything first, then uploads the weights, and last what makes them loadable, with a model card. Run it
+    again after an interruption: what has arrived is not sent twice.
+    """
+    from bitnest_format import push as pushing
+    from bitnest_format.progress import StageProgress
+
+    try:
+        with StageProgress() as progress:
+            result = pushing.push(checkpoint, repo_id, progress=progress, **options)
+    except KeyboardInterrupt:
+        raise Interrupted("Interrupted. Run the same command again: what has arrived is not sent twice.") from None
+    _warn(result.warnings)
+    if as_json:
+        click.echo(_json(result.to_dict()))
+        return
+    sent = f"{len(result.uploaded)} of {result.files} files sent" if result.uploaded else "nothing had changed"
+    click.echo(f"{result.pull_request or result.url}\n  commit {result.commit}, {sent}\n\n{result.load_lines()}")
+
+
+@main.command(epilog=example("bitnest-format pull someone/SmolLM2-BitNest --view draft"))
+@click.argument("repo_id")
+@click.option(
+    "--view",
+    type=click.Choice(["nested", "draft"]),
+    default="nested",
+    help="Everything, or what drafting alone needs; a later pull of nested adds the refinement.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to fill in place of the Hub's cache.")
+@click.option("--deep", is_flag=True, help="Check the SHA-256 of every file; with --out always done.")
+@click.option("--force", is_flag=True, help="Download again what is there already.")
+@revision_option
+@json_option
+def pull(
+    repo_id: str, view: PullView, out: Path | None, deep: bool, force: bool, revision: str | None, as_json: bool
+) -> None:
+    """Download the nested checkpoint REPO_ID from the Hugging Face Hub.
+
+    Prints the folder. An interrupted pull goes on where it stopped when it is run again.
+    """
+    from bitnest_format.pull import pull as run_pull
+
+    try:
+        located = run_pull(repo_id, view=view, revision=revision, out=out, deep=deep, force=force)
+    except KeyboardInterrupt:
+        raise Interrupted("Interrupted. Run the same command to continue.") from None
+    _note(located)
+    found = {"path": str(located.path), "repo_id": repo_id, "revision": located.revision, "view": view}
+    click.echo(_json(found) if as_json else located.path)
 
 
 @main.command(epilog=example('bitnest-format generate ./SmolLM2-BitNest --stats --prompt "Why do birds build nests?"'))
@@ -554,6 +631,16 @@ def _check_device(device: str) -> None:
 
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
+
+
+def _checkpoint_files(checkpoint: str, revision: str | None, patterns: tuple[str, ...]) -> Files:
+    """The files of a checkpoint, those of a repository left where they are."""
+    from bitnest_format.remote import open_files
+
+    files, note = open_files(checkpoint, revision=revision, patterns=patterns)
+    if note:
+        click.echo(f"Note: {note}", err=True)
+    return files
 
 
 def _checkpoint_folder(checkpoint: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bitnest_format import packing
 from bitnest_format.architecture import HEAD_MODULE, read_architecture
-from bitnest_format.checkpoint import DRAFT_INDEX, TARGET_INDEX, Checkpoint, read_weight_map
+from bitnest_format.checkpoint import CONFIG_FILE, DRAFT_INDEX, TARGET_INDEX, Checkpoint, weight_map_of
 from bitnest_format.errors import CheckpointError, Finding, UsageError
-from bitnest_format.manifest import Manifest, Module
-from bitnest_format.shards import DTYPE_NAMES, TensorEntry, read_header, tensor_sha256
+from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module
+from bitnest_format.shards import DTYPE_NAMES, Files, LocalFiles, TensorEntry, header_in, json_in, tensor_sha256
 
 FP16_BYTES = 2
 LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -144,19 +144,22 @@ class CheckpointReport:
         return asdict(self) | {"sizes": self.sizes.to_dict()}
 
 
-def inspect_checkpoint(folder: Path, tensor: str | None = None) -> CheckpointReport:
-    """Describe the checkpoint in `folder`; `tensor` names a stored tensor, or a module for all its tensors.
+def inspect_checkpoint(checkpoint: Path | Files, tensor: str | None = None) -> CheckpointReport:
+    """Describe a checkpoint, a folder or the files of a repository; reads JSON files and headers.
+
+    `tensor` names a stored tensor, or a module for all its tensors, to be read in full; it needs a folder.
 
     Raises `BitnestError` naming what is missing or broken, `UsageError` with the nearest names for an unknown tensor.
     """
-    checkpoint = Checkpoint(folder, "draft")
-    manifest = checkpoint.manifest
-    headers = {shard: read_header(folder / shard) for shard in sorted(set(checkpoint.weight_map.values()))}
-    entries = {name: _entry(headers, name, shard) for name, shard in checkpoint.weight_map.items()}
-    architecture = read_architecture(checkpoint.config)
-    target_map = _target_map(folder, manifest)
+    files = LocalFiles(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    folder = files.folder if isinstance(files, LocalFiles) else None
+    manifest, config, weight_map = _open(files)
+    headers = {shard: header_in(files, shard)[0] for shard in sorted(set(weight_map.values()))}
+    entries = {name: _entry(headers, name, shard) for name, shard in weight_map.items()}
+    architecture = read_architecture(config)
+    target_map = _target_map(files, manifest)
     return CheckpointReport(
-        name=folder.resolve().name,
+        name=folder.resolve().name if folder else files.name,
         format_version=manifest.format_version,
         created_by=manifest.created_by,
         required_features=manifest.required_features,
@@ -188,8 +191,27 @@ def inspect_checkpoint(folder: Path, tensor: str | None = None) -> CheckpointRep
             for name in manifest.unquantized
             for entry in (_find(entries, name),)
         ),
-        tensors=_tensor_reports(folder, tensor, manifest, checkpoint.weight_map | target_map) if tensor else (),
+        tensors=_tensor_reports(folder, tensor, manifest, weight_map | target_map) if tensor and folder else (),
     )
+
+
+def _open(files: Files) -> tuple[Manifest, Mapping[str, Any], dict[str, str]]:
+    """The manifest, the config and the draft's weight map."""
+    if isinstance(files, LocalFiles):
+        opened = Checkpoint(files.folder, "draft")
+        return opened.manifest, opened.config, opened.weight_map
+    for name in (MANIFEST_FILE, CONFIG_FILE, DRAFT_INDEX):
+        if files.size(name) is None:
+            raise CheckpointError(f"{files.name}: no {name}, so this is not a whole nested checkpoint.")
+    manifest = Manifest.from_dict(json_in(files, MANIFEST_FILE))
+    config = json_in(files, CONFIG_FILE)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG_FILE}: found a JSON {type(config).__name__}, expected an object")
+    weight_map = weight_map_of(json_in(files, DRAFT_INDEX), DRAFT_INDEX, Path(files.name))
+    for shard in sorted(set(weight_map.values())):
+        if files.size(shard) is None:
+            raise CheckpointError(f"{DRAFT_INDEX}: names {shard}, which {files.name} does not hold.")
+    return manifest, config, weight_map
 
 
 def _entry(headers: Mapping[str, Mapping[str, TensorEntry]], name: str, shard: str) -> TensorEntry:
@@ -206,12 +228,12 @@ def _find(entries: Mapping[str, TensorEntry], name: str) -> TensorEntry:
     return entries[name]
 
 
-def _target_map(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """The target's tensors and shards where all of them lie in the folder, otherwise nothing."""
-    if "target" not in manifest.views or not (folder / TARGET_INDEX).is_file():
+def _target_map(files: Files, manifest: Manifest) -> dict[str, str]:
+    """The target's tensors and shards where all of them are there, otherwise nothing."""
+    if "target" not in manifest.views or files.size(TARGET_INDEX) is None:
         return {}
-    weight_map = read_weight_map(folder, TARGET_INDEX)
-    return weight_map if all((folder / shard).is_file() for shard in set(weight_map.values())) else {}
+    weight_map = weight_map_of(json_in(files, TARGET_INDEX), TARGET_INDEX, Path(files.name))
+    return weight_map if all(files.size(shard) is not None for shard in set(weight_map.values())) else {}
 
 
 def _sizes(manifest: Manifest, entries: Mapping[str, TensorEntry]) -> Sizes:

@@ -2,25 +2,29 @@
 
 The safetensors library reads tensors; this module adds what it leaves to callers: messages that name the file
 and say what is wrong with it, path checks for names that come out of an index, a digest of the stored bytes,
-and a writer that never holds more than one tensor in memory.
+and a writer that never holds more than one tensor in memory. What is read of a checkpoint goes through `Files`, so
+that the headers of a repository on the Hub are read by the same code as those of a folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bitnest_format.errors import FileFormatError
 
+# The safetensors library's own limit, and the Hub's, which also bounds the JSON files of a checkpoint.
 MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 25_000_000
 COPY_BYTES = 1 << 24
 MAX_NAME_BYTES = 255
 
@@ -55,36 +59,107 @@ class TensorEntry:
         return self.end - self.start
 
 
+class Files(Protocol):
+    """The files of one checkpoint: a folder, or a repository of which only what is asked for is transferred.
+
+    Names are relative, with `/`; whoever takes one out of an index checks it first (`inside`). `name` is the
+    checkpoint's own name for messages. `local` says whether reading a whole tensor is as cheap as it should be.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def local(self) -> bool: ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is no such file."""
+
+    def read(self, name: str, start: int, length: int) -> bytearray:
+        """Up to `length` bytes from `start` on; fewer where the file ends. Raises `OSError` or `BitnestError`."""
+
+    def names(self) -> Iterable[str]:
+        """Every file, sorted; hidden folders (.git, .cache) are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """The files of a folder. `listing` replaces the folder's own where it holds a part of what was published."""
+
+    folder: Path
+    listing: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    def size(self, name: str) -> int | None:
+        path = self.folder / name
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except OSError:
+            return None
+
+    def read(self, name: str, start: int, length: int) -> bytearray:
+        with (self.folder / name).open("rb") as file:
+            file.seek(start)
+            raw = bytearray(max(0, min(length, os.fstat(file.fileno()).st_size - start)))
+            del raw[file.readinto(raw) :]
+        return raw
+
+    def names(self) -> Iterable[str]:
+        if self.listing is not None:
+            return sorted(self.listing)
+        names: list[str] = []
+        for parent, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            names += [(Path(parent) / name).relative_to(self.folder).as_posix() for name in files]
+        return sorted(names)
+
+
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of one file. Reads the header alone.
+    """The tensors of one file; reads the header alone. Raises as `header_in` does."""
+    return header_in(LocalFiles(path.parent), path.name)[0]
+
+
+def header_in(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """The tensors of one file and its `__metadata__`. Reads the header alone, and no more than a header may hold.
 
     Raises `FileFormatError` naming the file for anything that is not one whole safetensors file: missing,
     cut off, padded, a Git LFS pointer, overlapping or uncovered bytes, sizes that contradict shapes.
     """
+    limit = MAX_HEADER_BYTES if files.local else MAX_JSON_BYTES
+    last = PurePosixPath(name).name
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            if head.startswith(b"version "):
-                raise FileFormatError(
-                    f"{path.name}: a Git LFS pointer of {size} bytes, the file itself was not downloaded. "
-                    "Run 'git lfs pull' or download it again."
-                )
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise _cut(path, size, "its header is incomplete")
-            raw = file.read(length)
+        head = files.read(name, 0, 8)
+        size = files.size(name) or 0
+        if head.startswith(b"version "):
+            raise FileFormatError(
+                f"{last}: a Git LFS pointer of {size} bytes, the file itself was not downloaded. "
+                "Run 'git lfs pull' or download it again."
+            )
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if limit < length <= size - 8:
+            raise FileFormatError(f"{last}: its header has {length} bytes, expected at most {limit}")
+        if len(head) < 8 or length > size - 8:
+            raise _cut(last, size, "its header is incomplete")
+        raw = files.read(name, 8, length)
     except OSError as error:
-        raise FileFormatError(f"{path.name}: cannot be read ({error.strerror or error})") from error
+        raise FileFormatError(f"{last}: cannot be read ({error.strerror or error})") from error
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
         if not isinstance(header, dict):
             raise ValueError(f"found a JSON {type(header).__name__}, expected an object")
-        entries = {name: _entry(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
+        entries = {key: _entry(key, entry, 8 + length) for key, entry in header.items() if key != "__metadata__"}
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path.name}: its safetensors header is not valid ({error})") from error
-    _check_layout(path, entries, 8 + length, size)
-    return entries
+        raise FileFormatError(f"{last}: its safetensors header is not valid ({error})") from error
+    _check_layout(last, entries, 8 + length, size)
+    metadata = header.get("__metadata__")
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
 def _entry(name: str, data: Any, first: int) -> TensorEntry:
@@ -102,7 +177,7 @@ def _counts(numbers: list[Any]) -> bool:
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
-def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
+def _check_layout(file: str, entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
     position = first
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.dtype in DTYPES:
@@ -111,20 +186,20 @@ def _check_layout(path: Path, entries: Mapping[str, TensorEntry], first: int, si
                 expected *= dimension
             if expected != entry.size:
                 raise FileFormatError(
-                    f"{path.name}: {name}: {entry.size} bytes for shape {list(entry.shape)} of {entry.dtype}, "
+                    f"{file}: {name}: {entry.size} bytes for shape {list(entry.shape)} of {entry.dtype}, "
                     f"expected {expected}"
                 )
         if entry.start != position or entry.end < entry.start:
-            raise FileFormatError(f"{path.name}: {name}: its bytes overlap or leave a gap before them")
+            raise FileFormatError(f"{file}: {name}: its bytes overlap or leave a gap before them")
         position = entry.end
     if position > size:
-        raise _cut(path, size, f"its header describes {position} bytes")
+        raise _cut(file, size, f"its header describes {position} bytes")
     if position < size:
-        raise FileFormatError(f"{path.name}: has {size} bytes, its header describes {position}. Download it again.")
+        raise FileFormatError(f"{file}: has {size} bytes, its header describes {position}. Download it again.")
 
 
-def _cut(path: Path, size: int, what: str) -> FileFormatError:
-    return FileFormatError(f"{path.name}: cut off: has {size} bytes, {what}. Download it again.")
+def _cut(file: str, size: int, what: str) -> FileFormatError:
+    return FileFormatError(f"{file}: cut off: has {size} bytes, {what}. Download it again.")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -163,17 +238,33 @@ def read_json(path: Path, *, strict: bool = False) -> Any:
         raw = path.read_bytes()
     except OSError as error:
         raise FileFormatError(f"{path.name}: cannot be read ({error.strerror or error})") from error
+    return _parse_json(path.name, raw, strict)
+
+
+def json_in(files: Files, name: str, *, strict: bool = False) -> Any:
+    """`read_json` of a file that anybody may have written: at most `MAX_JSON_BYTES` are read."""
+    last = PurePosixPath(name).name
+    if (size := files.size(name) or 0) > MAX_JSON_BYTES:
+        raise FileFormatError(f"{last}: has {size} bytes, expected at most {MAX_JSON_BYTES}")
+    try:
+        raw = files.read(name, 0, MAX_JSON_BYTES)
+    except OSError as error:
+        raise FileFormatError(f"{last}: cannot be read ({error.strerror or error})") from error
+    return _parse_json(last, raw, strict)
+
+
+def _parse_json(name: str, raw: bytes | bytearray, strict: bool) -> Any:
     if raw.startswith(b"version https://git-lfs"):
-        raise FileFormatError(f"{path.name}: a Git LFS pointer, the file itself was not downloaded")
+        raise FileFormatError(f"{name}: a Git LFS pointer, the file itself was not downloaded")
     try:
         text = raw.decode("utf-8")
         if strict:
             return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
         return json.loads(text)
     except ValueError as error:
-        raise FileFormatError(f"{path.name}: is not valid JSON ({error})") from error
+        raise FileFormatError(f"{name}: is not valid JSON ({error})") from error
     except RecursionError as error:
-        raise FileFormatError(f"{path.name}: is nested too deeply") from error
+        raise FileFormatError(f"{name}: is nested too deeply") from error
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -11,7 +11,6 @@ Tensors are read one at a time.
 
 from __future__ import annotations
 
-import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -43,7 +42,17 @@ from bitnest_format.errors import (
     UsageError,
 )
 from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module, Plane, check_readable, schema_findings
-from bitnest_format.shards import DTYPES, TensorEntry, file_sha256, inside, read_header, read_json, tensor_sha256
+from bitnest_format.shards import (
+    DTYPES,
+    Files,
+    LocalFiles,
+    TensorEntry,
+    file_sha256,
+    header_in,
+    inside,
+    json_in,
+    tensor_sha256,
+)
 
 WHOLE_FILE = "(file)"
 SHARD_PATTERN = "bitnest-base-0000i-of-0000n.safetensors or bitnest-refinement-0000i-of-0000n.safetensors"
@@ -68,24 +77,32 @@ _quote = reprlib.Repr()
 _quote.maxstring = _quote.maxother = 120
 
 
-def validate(folder: Path, *, deep: bool = False) -> list[Finding]:
-    """Every way in which the checkpoint in `folder` breaks the format; an empty list means that it is valid.
+def validate(checkpoint: Path | Files, *, deep: bool = False) -> list[Finding]:
+    """Every way in which a checkpoint breaks the format; an empty list means that it is valid.
 
-    Reads headers, indexes, the manifest, and the codes and scales of every module. `deep` also computes the SHA-256
-    of every plane and file, and looks for NaN and infinity in unquantized tensors.
+    checkpoint: a folder, or the files of a repository on the Hub.
 
-    Raises `UsageError` where `folder` is no folder, and nothing else for anything that can lie in it.
+    Reads headers, indexes, the manifest, and the codes and scales of every module; of a repository that was not
+    downloaded, everything but the tensors. `deep` also computes the SHA-256 of every plane and file, and looks for NaN
+    and infinity in unquantized tensors; it needs a folder.
+
+    Raises `UsageError` where there is no such folder, `HubError` where the Hub stops answering, and nothing else for
+    anything that can lie in a checkpoint.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder, expected the folder of a nested checkpoint")
-    return _Validation(folder, deep).run()
+    files = LocalFiles(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    if isinstance(files, LocalFiles) and not files.folder.is_dir():
+        raise UsageError(f"{files.folder}: no such folder, expected the folder of a nested checkpoint")
+    if deep and not files.local:
+        raise UsageError(f"{files.name}: a deep check reads every byte. Download the checkpoint first.")
+    return _Validation(files, deep).run()
 
 
 class _Validation:
     """One run: what has been read so far, and the findings."""
 
-    def __init__(self, folder: Path, deep: bool):
-        self.folder = folder
+    def __init__(self, files: Files, deep: bool):
+        self.files = files
+        self.folder = files.folder if isinstance(files, LocalFiles) else Path(files.name)
         self.deep = deep
         self.findings: list[Finding] = []
         self.manifest: Manifest | None = None
@@ -123,12 +140,12 @@ class _Validation:
 
     def _read_json(self, name: str, purpose: str) -> Any:
         """The parsed file, or None after a finding."""
-        if not _is_file(self.folder / name):
+        if self.files.size(name) is None:
             self.broken.add(name)
             self._add(name, WHOLE_FILE, f"missing. It holds {purpose}. Download the checkpoint again.")
             return None
         try:
-            data = read_json(self.folder / name, strict=name != CONFIG_FILE)
+            data = json_in(self.files, name, strict=name != CONFIG_FILE)
             if _depth(data) > DEEPEST_JSON:
                 raise FileFormatError(f"{name}: is nested too deeply, expected at most {DEEPEST_JSON} levels")
             return data
@@ -244,13 +261,13 @@ class _Validation:
                 if SHARD_NAME.fullmatch(name):
                     named.setdefault(name, MANIFEST_FILE)
         for shard, by in sorted(named.items()):
-            if not _is_file(self.folder / shard):
+            if self.files.size(shard) is None:
                 self.broken.add(shard)
                 self._add(shard, WHOLE_FILE, f"missing, though {by} names it. Download the checkpoint again.")
                 continue
             try:
-                header = read_header(self.folder / shard)
-                self._check_metadata(shard)
+                header, metadata = header_in(self.files, shard)
+                self._check_metadata(shard, metadata)
                 self.headers[shard] = header
             except FileFormatError as error:
                 self.broken.add(shard)
@@ -262,12 +279,13 @@ class _Validation:
         for weight_map in self.weight_maps.values():
             self.out_of_reach |= {name for name, shard in weight_map.items() if shard in self.broken}
 
-    def _check_metadata(self, shard: str) -> None:
-        try:
-            with safe_open(self.folder / shard, framework="pt") as file:
-                metadata = file.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise FileFormatError(f"{shard}: the safetensors library cannot open it ({error})") from error
+    def _check_metadata(self, shard: str, metadata: Mapping[str, Any]) -> None:
+        if self.files.local:
+            try:
+                with safe_open(self.folder / shard, framework="pt") as file:
+                    metadata = file.metadata() or {}
+            except (SafetensorError, OSError) as error:
+                raise FileFormatError(f"{shard}: the safetensors library cannot open it ({error})") from error
         if metadata.get("format") != "pt":
             self._add(
                 shard,
@@ -294,7 +312,7 @@ class _Validation:
             known.update(weight_map.values())
         if self.manifest:
             known.update(self.manifest.files)
-        for name in _visible_files(self.folder):
+        for name in self.files.names():
             base_name = name.rpartition("/")[2]
             if Path(base_name).suffix.lower() in EXECUTABLE_SUFFIXES:
                 self._add(
@@ -422,24 +440,24 @@ class _Validation:
                 self._add(MANIFEST_FILE, place, "lists itself, but a file cannot hold its own digest. Remove it.")
                 continue
             try:
-                path = inside(self.folder, name)
+                inside(self.folder, name)
             except FileFormatError as error:
                 self._add(MANIFEST_FILE, place, str(error))
                 continue
             if name in self.broken:
                 continue
-            if not _is_file(path):
+            size = self.files.size(name)
+            if size is None:
                 self._add(name, WHOLE_FILE, f"missing, though {MANIFEST_FILE} lists it. Download the checkpoint again.")
                 continue
-            size = path.stat().st_size
             if size != record.size:
-                pointer = "a Git LFS pointer: " if _starts_with(path, LFS_POINTER) else ""
+                pointer = "a Git LFS pointer: " if self._is_pointer(name) else ""
                 self._add(
                     name,
                     WHOLE_FILE,
                     f"{pointer}has {size} bytes, expected {record.size}. Download it again.",
                 )
-            elif self.deep and (found := file_sha256(path)) != record.sha256:
+            elif self.deep and (found := file_sha256(self.folder / name)) != record.sha256:
                 self._add(name, WHOLE_FILE, f"{_digests(found, record.sha256)}. Download it again.")
         shards = {shard for weight_map in self.weight_maps.values() for shard in weight_map.values()}
         for name in sorted({CONFIG_FILE, DRAFT_INDEX, TARGET_INDEX, *shards} - manifest.files.keys() - self.broken):
@@ -570,11 +588,10 @@ class _Validation:
         return self._read(shard, entry)
 
     def _read(self, shard: str, entry: TensorEntry) -> Tensor | None:
+        if not self.files.local:
+            return None
         try:
-            with (self.folder / shard).open("rb") as file:
-                file.seek(entry.start)
-                raw = bytearray(entry.size)
-                file.readinto(raw)
+            raw = self.files.read(shard, entry.start, entry.size)
         except OSError as error:
             self._add(shard, WHOLE_FILE, f"cannot be read ({error.strerror or error})")
             return None
@@ -624,6 +641,13 @@ class _Validation:
         if found != plane.sha256:
             self._add(self.stored[name][0], name, f"{_digests(found, plane.sha256)} in {MANIFEST_FILE}")
 
+    def _is_pointer(self, name: str) -> bool:
+        try:
+            # Of a repository, every such look would be a request, and the Hub does not hand pointers out.
+            return self.files.local and self.files.read(name, 0, len(LFS_POINTER)) == LFS_POINTER
+        except OSError:
+            return False
+
     def _in_reach(self, name: str) -> bool:
         """False where the tensor's absence follows from a file that is missing or broken."""
         return name not in self.out_of_reach and bool(self.weight_maps or not self.broken)
@@ -671,27 +695,3 @@ def _printable(text: str) -> str:
     """One line that any terminal can show: control characters and half surrogates are written as escapes."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}..."
-
-
-def _starts_with(path: Path, prefix: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(prefix)) == prefix
-    except OSError:
-        return False
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def _visible_files(folder: Path) -> Iterator[str]:
-    """Every file below `folder` by its relative name with `/`, sorted; hidden folders (.git, .cache) are left out."""
-    names: list[str] = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files]
-    yield from sorted(names)

@@ -8,6 +8,7 @@ and are dedicated to the public domain (CC0).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -30,10 +31,11 @@ CHARACTERS_PER_TOKEN = 12
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`input_ids` int64 `[N, T]`, and what the manifest says of them."""
+    """`input_ids` int64 `[N, T]`, and what the manifest says of them; `dataset` is that of the Hub, if it is one."""
 
     input_ids: Tensor
     description: str
+    dataset: str | None = None
 
     def record(self) -> dict[str, Any]:
         """The manifest's `calibration` entry."""
@@ -42,6 +44,7 @@ class Calibration:
             "tokens": self.input_ids.numel(),
             "sequence_length": self.input_ids.shape[1],
             "sha256": tensor_sha256(self.input_ids),
+            **({"dataset": self.dataset} if self.dataset else {}),
         }
 
 
@@ -73,7 +76,7 @@ def load_calibration(
         )
     input_ids = torch.tensor(ids[: count * sequence_length]).view(count, sequence_length)
     described = "built-in public-domain text" if source == BUILTIN else f"file {path.name}"
-    return Calibration(_checked_ids(input_ids, vocab_size, source), described)
+    return Calibration(_checked_ids(input_ids, vocab_size, source), described, _dataset_of(path))
 
 
 def builtin_text() -> str:
@@ -170,7 +173,16 @@ def _read_token_ids(path: Path, samples: int, sequence_length: int, vocab_size: 
             f"{sequence_length}"
         )
     ids = ids[:samples, :sequence_length].long().contiguous()
-    return Calibration(_checked_ids(ids, vocab_size, str(path)), f"token ids from {path.name}")
+    return Calibration(_checked_ids(ids, vocab_size, str(path)), f"token ids from {path.name}", _dataset_of(path))
+
+
+def _dataset_of(path: Path) -> str | None:
+    """The Hub dataset whose snapshot in the Hub's cache a file lies in: `datasets--owner--name/snapshots/...`."""
+    for folder, inner in zip(path.parts, path.parts[1:], strict=False):
+        match = re.fullmatch(r"datasets--([^/]+?)--([^/]+)", folder)
+        if match and inner == "snapshots":
+            return f"{match[1]}/{match[2]}"
+    return None
 
 
 def _checked_ids(ids: Tensor, vocab_size: int, source: str) -> Tensor:

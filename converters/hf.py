@@ -106,8 +106,10 @@ class HuggingFaceSource:
         self.location = folder
         self.notes: list[str] = []
         stored_config = _read_config(folder)
-        # Code of the model's own is not copied, so the config of the result must not point to it.
-        self.config: Mapping[str, Any] = {key: value for key, value in stored_config.items() if key != "auto_map"}
+        # Code of the model's own is not copied, so the config of the result must not point to it; nor to the place on
+        # somebody's disk that a model was once loaded from.
+        left_out = ("auto_map", "_name_or_path")
+        self.config: Mapping[str, Any] = {key: value for key, value in stored_config.items() if key not in left_out}
         self.provenance = Provenance(
             kind="huggingface", name=name, revision=revision, license=_card_license(folder / "README.md")
         )

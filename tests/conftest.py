@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,33 @@ def _add_module(
 def _model_name(architecture: Architecture, seed: int) -> str:
     digest = hashlib.sha256(repr((architecture, seed)).encode("utf-8")).hexdigest()
     return f"tests/{architecture.model_type}-{digest[:8]}"
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A running `HubServer` (see hub_server.py), with the client of this process pointed at it and nothing else.
+
+    The client has an empty cache at `tmp_path / "hub"` and no token.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    # The tests are no package, so that their folders hide nobody's; a helper is loaded by its path.
+    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "hub_server", module)
+    spec.loader.exec_module(module)
+    with module.HubServer() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        huggingface_hub.close_session()
+        yield server
+        huggingface_hub.close_session()

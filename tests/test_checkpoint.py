@@ -73,6 +73,16 @@ def test_files_are_listed_with_size_and_digest(tiny_checkpoint, tmp_path):
         assert record == {"size": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
 
 
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"draft_only": True}, {"nested_head": True}], ids=str)
+def test_indexes_count_the_parameters_of_the_model(options, tiny_checkpoint, tiny_model, tmp_path):
+    """Each weight once, however it is stored; scales are none."""
+    folder = tiny_checkpoint(tmp_path / "model", model_type="qwen2", **options)
+    _, tensors = tiny_model("qwen2", tied=options.get("tied", False))
+    expected = sum(tensor.numel() for tensor in tensors.values())
+    for index in (DRAFT_INDEX, TARGET_INDEX):
+        assert json.loads((folder / index).read_text(encoding="utf-8"))["metadata"]["total_parameters"] == expected
+
+
 def test_side_files_are_listed(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
@@ -229,6 +239,18 @@ def test_other_models(config, hint, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert refusal(lambda: Checkpoint(tmp_path)) == (
         f"{tmp_path}: no bitnest.json, so this is not a nested checkpoint. {hint}"
+    )
+
+
+@pytest.mark.parametrize("left", ["bitnest-draft.safetensors.index.json", "bitnest-base-00001-of-00001.safetensors"])
+def test_weights_without_a_manifest_are_half_a_push(left, tiny_checkpoint, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model")
+    for path in folder.iterdir():
+        if path.name not in (left, "config.json"):
+            path.unlink()
+    assert refusal(lambda: Checkpoint(folder)) == (
+        f"{folder}: no bitnest.json, so this is not a nested checkpoint. Its weights are there: a push or a download "
+        "did not come to its end. Push or download it again."
     )
 
 

@@ -21,14 +21,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 import bitnest_format
-from bitnest_format import cli, hub
+from bitnest_format import cli, remote
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.errors import SourceError, UsageError
 from bitnest_format.runtime.device import CPU, DeviceChoice
 from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvSettings
 
-COMMANDS = ("convert", "validate", "inspect", "generate", "bench")
+COMMANDS = ("convert", "validate", "inspect", "pull", "generate", "bench")
 QUICK = ("--calibration-samples", "2", "--sequence-length", "32")
 PROMPT = "Nests are made of twigs"
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -466,7 +466,7 @@ def test_a_known_failure_is_one_message(monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise SourceError(["first", "second"])
 
-    monkeypatch.setattr(hub, "locate", fail)
+    monkeypatch.setattr(remote, "open_files", fail)
     assert refused(run("inspect", "owner/model"), "2 problems:\n  - first\n  - second")
 
 
@@ -474,7 +474,7 @@ def test_debug_shows_the_traceback(monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise UsageError("wrong")
 
-    monkeypatch.setattr(hub, "locate", fail)
+    monkeypatch.setattr(remote, "open_files", fail)
     assert isinstance(run("--debug", "inspect", "owner/model").exception, UsageError)
     assert isinstance(run("inspect", "owner/model", BITNEST_DEBUG="1").exception, UsageError)
     assert refused(run("inspect", "owner/model"), "wrong", status=2)
@@ -499,7 +499,7 @@ def test_failures_of_the_machine(error, message, status, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(hub, "locate", fail)
+    monkeypatch.setattr(remote, "open_files", fail)
     result = run("inspect", "owner/model")
     assert (result.exit_code, result.stdout, result.stderr) == (status, "", message)
 
@@ -508,7 +508,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(hub, "locate", fail)
+    monkeypatch.setattr(remote, "open_files", fail)
     assert isinstance(run("inspect", "owner/model").exception, ZeroDivisionError)
 
 
@@ -542,8 +542,8 @@ def test_ctrl_c_ends_with_one_line():
     """A real SIGINT in a real process."""
     code = (
         "import os, signal\n"
-        "from bitnest_format import cli, hub\n"
-        "hub.locate = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from bitnest_format import cli, remote\n"
+        "remote.open_files = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
         "cli.main(['inspect', 'owner/model'])\n"
     )
     done = subprocess.run(

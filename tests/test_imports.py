@@ -30,12 +30,16 @@ MAY_IMPORT = {
     "checkpoint": CORE - {""},
     "validation": CORE - {""},
     "report": CORE - {""},
+    "card": {"errors", "manifest", "report"},
+    "push": {"", "errors", "manifest", "shards", "checkpoint", "validation", "report", "hub", "card"},
     "progress": set(),
     "hub": {"", "errors", "spec", "manifest", "shards", "checkpoint"},
+    "pull": {"", "errors", "manifest", "shards", "checkpoint", "hub"},
+    "remote": {"", "errors", "shards", "hub"},
     "kernels": {"errors", "nesting", "packing"},
     "converters": CORE,
     "runtime": CORE | {"kernels"},
-    "api": CORE | {"hub", "runtime"},
+    "api": CORE | {"hub", "pull", "runtime"},
 }
 ONLY_ERRORS_ABOVE_COMMAND_BODIES = {"", "errors"}
 
@@ -43,7 +47,8 @@ ONLY_ERRORS_ABOVE_COMMAND_BODIES = {"", "errors"}
 ONLY_IN = {
     "transformers": {"converters", "runtime"},
     "accelerate": {"converters", "runtime"},
-    "huggingface_hub": {"hub"},
+    "huggingface_hub": {"hub", "push", "remote"},
+    "yaml": {"card"},
     "click": {"cli"},
     "jsonschema": {"manifest"},
     "triton": {"kernels"},
@@ -185,7 +190,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_loads_nothing_heavy():
-    for command in ("", "convert", "validate", "inspect", "generate", "bench"):
+    for command in ("", "convert", "validate", "inspect", "push", "pull", "generate", "bench"):
         arguments = [command, "--help"] if command else ["--help"]
         code = f"from bitnest_format.cli import main; main({arguments!r}, standalone_mode=False)"
         assert loaded_by(code) & HEAVY == set(), command

@@ -63,7 +63,7 @@ def test_every_field_of_the_table_is_in_the_schema():
     )
     named = {part for name in named for part in name.strip(".").split(".")}
     known = set(property_names(manifest_schema())) - {"sequence_length", "online", "name", "version"}
-    known -= {"seed", "kind", "folded", "description", "tokens", "sha256", "size"}
+    known -= {"seed", "kind", "folded", "description", "tokens", "dataset", "sha256", "size"}
     assert known <= named
     assert named <= set(property_names(manifest_schema())) | {"field"}
 

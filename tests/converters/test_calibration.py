@@ -42,6 +42,19 @@ def test_text_is_cut_into_sequences_in_order(tmp_path: Path, tokenizer: Path) ->
     assert _load(path, tokenizer, samples=9, length=5) == ["abcde", "fghij"]
 
 
+def test_a_dataset_of_the_hub_is_recorded(tmp_path: Path, tokenizer: Path) -> None:
+    """For the model card: a file in the Hub's cache says which dataset it belongs to, another file does not."""
+    path = tmp_path / "datasets--owner--the-chat" / "snapshots" / "0123" / "train.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("abcdefgh", encoding="utf-8")
+    loaded = load_calibration(str(path), tokenizer, samples=1, sequence_length=4, vocab_size=256)
+    assert (loaded.record()["description"], loaded.record()["dataset"]) == ("file train.txt", "owner/the-chat")
+    copy = tmp_path / "train.txt"
+    copy.write_text("abcdefgh", encoding="utf-8")
+    loaded = load_calibration(str(copy), tokenizer, samples=1, sequence_length=4, vocab_size=256)
+    assert "dataset" not in loaded.record()
+
+
 def test_documents_are_joined_by_newlines(tmp_path: Path, tokenizer: Path) -> None:
     records = [{"text": "ab"}, "cd", {"content": "e"}, {"messages": [{"role": "user", "content": "f"}, {"value": "g"}]}]
     lines = tmp_path / "some.jsonl"

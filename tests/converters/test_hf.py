@@ -678,7 +678,7 @@ def test_config_and_file_problems_come_together(tmp_path: Path, tiny_model: Make
 
 def test_custom_code_of_a_known_model_is_not_executed(tmp_path: Path, tiny_model: Make) -> None:
     code = {"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "org/repo--configuration_x.Y"}
-    folder = add_tokenizer(write_single(tmp_path, tiny_model(auto_map=code)))
+    folder = add_tokenizer(write_single(tmp_path, tiny_model(auto_map=code, _name_or_path="/home/me/model")))
     (folder / "modeling_x.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     source = HuggingFaceSource(folder)
     assert source.notes == [
@@ -686,6 +686,7 @@ def test_custom_code_of_a_known_model_is_not_executed(tmp_path: Path, tiny_model
         "executed nor copied (there is no trust_remote_code), the model is read as llama"
     ]
     assert "auto_map" not in source.config
+    assert "_name_or_path" not in source.config
 
 
 def test_custom_code_of_an_unknown_model_is_refused(tmp_path: Path, tiny_model: Make) -> None:
