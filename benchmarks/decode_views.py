@@ -25,6 +25,8 @@ MODES: dict[str, dict[str, Any]] = {
     "nested, gamma 2": {"gamma": 2},
     "draft": {"view": "draft"},
 }
+# Phases of a run that come before its rounds.
+BEFORE_ROUNDS = ("setup", "prefill")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for mode, settings in MODES.items():
             results = [model.generate(p, max_new_tokens=options.new_tokens, **settings) for p in PROMPTS]
             stats = [result.stats for result in results]
-            seconds = sum(s.seconds["draft"] + s.seconds["verify"] for s in stats)
+            seconds = sum(taken for s in stats for phase, taken in s.seconds.items() if phase not in BEFORE_ROUNDS)
             speeds[mode].append(sum(s.accepted + s.rounds for s in stats) / seconds)
             drafted = sum(s.drafted for s in stats)
             rates[mode] = sum(s.accepted for s in stats) / drafted if drafted else None

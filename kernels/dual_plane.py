@@ -131,120 +131,52 @@ def _launch(
     add: bool = False,
     chosen: Tile | MmaTile | None = None,
 ) -> None:
+    """Multiply and finish by an epilogue; `index` belongs to `ARGMAX`, `add` to `PLAIN`."""
     if weight.base.numel() >= 1 << 31:
         raise ValueError(f"a weight of {weight.outputs} x {weight.inputs}: its planes have 2^31 words or more")
     walk = chosen or tile(weight, view)
-    if isinstance(walk, Tile):
-        _launch_dp4a(acts, weight, view, rows, epilogue, out, index, add, walk)
-        return
-    for first in range(0, rows, TOKENS):
-        some = slice(first, first + TOKENS)
-        _launch_mma(
-            acts.codes[some],
-            acts.scale[some],
-            acts.sums[some],
-            weight,
-            view,
-            min(TOKENS, rows - first),
-            epilogue,
-            out[some],
-            None if index is None else index[some],
-            add,
-            walk,
-        )
-
-
-def _launch_mma(
-    codes: Tensor,
-    act_scale: Tensor,
-    sums: Tensor,
-    weight: DualPlaneWeight,
-    view: View,
-    rows: int,
-    epilogue: int,
-    out: Tensor,
-    index: Tensor | None,
-    add: bool,
-    walk: MmaTile,
-) -> None:
     use = features(weight.base.device)
-    assert weight.scale_pairs is not None
-    options: dict[str, Any] = {"num_warps": walk.warps}
-    if use.pdl:
-        options["launch_pdl"] = True
-    dual_plane_mma_kernel[(triton.cdiv(weight.outputs, ROWS),)](
-        codes.view(torch.int32),
-        act_scale,
-        sums,
-        weight.base,
-        weight.refinement if view == "target" else weight.base,
-        weight.scale_pairs,
-        weight.bias if weight.bias is not None else weight.scale,
-        out,
-        out if index is None else index,
-        weight.outputs,
-        out.shape[1],
-        W=weight.base.shape[1],
-        G=weight.scale.shape[1],
-        S=weight.scale_pairs.shape[1],
-        M=rows,
-        TARGET=view == "target",
-        EPILOGUE=epilogue,
-        BIAS=weight.bias is not None,
-        ADD=add,
-        WARPS=walk.warps,
-        BATCH=walk.batch,
-        AHEAD=walk.ahead,
-        ASM=use.asm,
-        PDL=use.pdl,
-        **options,
-    )
-
-
-def _launch_dp4a(
-    acts: Activations,
-    weight: DualPlaneWeight,
-    view: View,
-    rows: int,
-    epilogue: int,
-    out: Tensor,
-    index: Tensor | None,
-    add: bool,
-    walk: Tile,
-) -> None:
-    use = features(weight.base.device)
-    if epilogue == ARGMAX.value:
+    if epilogue == ARGMAX.value and isinstance(walk, Tile):
         # Blocks are the same for both views: one must not leave results that the other does not overwrite.
         walk = replace(walk, rows=ARGMAX_ROWS)
-    options: dict[str, Any] = {"num_warps": walk.warps}
-    if use.pdl:
-        options["launch_pdl"] = True
-    dual_plane_kernel[(triton.cdiv(weight.outputs, walk.rows),)](
-        acts.codes.view(torch.int32),
-        acts.scale,
-        acts.sums,
-        weight.base,
-        weight.refinement if view == "target" else weight.base,
-        weight.scale,
-        weight.bias if weight.bias is not None else weight.scale,
-        out,
-        out if index is None else index,
-        weight.outputs,
-        out.shape[1],
-        W=weight.base.shape[1],
-        G=weight.scale.shape[1],
-        M=rows,
-        TARGET=view == "target",
-        EPILOGUE=epilogue,
-        BIAS=weight.bias is not None,
-        ADD=add,
-        BLOCK_O=walk.rows,
-        BLOCK_W=walk.words,
-        AHEAD=walk.ahead,
-        ASM=use.asm,
-        PDL=use.pdl,
-        **options,
-    )
+    planes = (weight.base, weight.refinement if view == "target" else weight.base)
+    bias = weight.bias if weight.bias is not None else weight.scale
+    options: dict[str, Any] = {
+        "W": weight.base.shape[1],
+        "G": weight.scale.shape[1],
+        "TARGET": view == "target",
+        "EPILOGUE": epilogue,
+        "BIAS": weight.bias is not None,
+        "ADD": add,
+        "AHEAD": walk.ahead,
+        "ASM": use.asm,
+        "PDL": use.pdl,
+        "num_warps": walk.warps,
+        **({"launch_pdl": True} if use.pdl else {}),
+    }
+    # Tensor cores have eight columns, one for each row; `dp4a` takes any number.
+    most = rows if isinstance(walk, Tile) else TOKENS
+    for first in range(0, rows, most):
+        some = slice(first, first + most)
+        operands = (acts.codes[some].view(torch.int32), acts.scale[some], acts.sums[some], *planes)
+        results = (out[some], out[some] if index is None else index[some], weight.outputs, out.shape[1])
+        options["M"] = min(most, rows - first)
+        if isinstance(walk, Tile):
+            dual_plane_kernel[(triton.cdiv(weight.outputs, walk.rows),)](
+                *operands, weight.scale, bias, *results, BLOCK_O=walk.rows, BLOCK_W=walk.words, **options
+            )
+        else:
+            assert weight.scale_pairs is not None
+            dual_plane_mma_kernel[(triton.cdiv(weight.outputs, ROWS),)](
+                *operands,
+                weight.scale_pairs,
+                bias,
+                *results,
+                S=weight.scale_pairs.shape[1],
+                WARPS=walk.warps,
+                BATCH=walk.batch,
+                **options,
+            )
 
 
 @triton.jit
