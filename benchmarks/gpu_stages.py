@@ -9,6 +9,7 @@ before it still run. What no stage accounts for is waiting between nodes. Random
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 
+from bitnest_format.errors import BitnestError
 from bitnest_format.kernels.launch import without_pdl
+from bitnest_format.runtime.bench_request import find_gpu
 from bitnest_format.runtime.engine import Engine, random_engines
 from bitnest_format.runtime.kv_cache import KvSettings
 from bitnest_format.runtime.shapes import SHAPES, shape_config
@@ -26,7 +29,7 @@ STAGES = {
     "norms": ("activation", ("norm_quantize",)),
     "quantize": ("activation", ("quantize",)),
     "attention": ("attention", ("attend",)),
-    "merging of splits": ("attention", ("combine", "combine_quantize")),
+    "merging of splits": ("attention", ("combine",)),
     "gate and up": ("dual_plane", ("dual_plane_gate_up",)),
     "other products": ("dual_plane", ("dual_plane_linear",)),
     "head": ("head", ("head_argmax",)),
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--quantized-head", action="store_true")
     options = parser.parse_args(arguments)
+    device = find_gpu("cuda")
     engine = random_engines(
         shape_config(options.shape, options.context + 64),
         modes=("nested",),
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         acceptance=1.0,
         quantized_head=options.quantized_head,
         kv=KvSettings(),
-        device=torch.device("cuda"),
+        device=device,
     )["nested"]
     engine.set_context(options.context)
     print("| pass | all nodes | " + " | ".join(f"no {stage}" for stage in STAGES) + " | no overlap |")
@@ -111,4 +115,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BitnestError as error:
+        sys.exit(f"Error: {error}")

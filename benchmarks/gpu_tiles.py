@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from bitnest_format.architecture import read_architecture
+from bitnest_format.errors import BitnestError
 from bitnest_format.kernels import dual_plane
 from bitnest_format.kernels.dual_plane import MmaTile, Tile
 from bitnest_format.kernels.operands import Activations, DualPlaneWeight, View, scale_pairs
+from bitnest_format.runtime.bench_request import find_gpu
 from bitnest_format.runtime.instruments import GpuInstruments
 from bitnest_format.runtime.kernel_cases import stacked_shapes
 from bitnest_format.runtime.shapes import SHAPES, shape_config
@@ -50,13 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--processes", type=int, default=8, help="that compile (default: %(default)s)")
     options = parser.parse_args(arguments)
+    device = find_gpu("cuda")
     shapes = stacked_shapes(read_architecture(shape_config(options.shape)))
     passes: list[tuple[View, int]] = [("draft", 1), ("target", 1), ("target", options.gamma + 1)]
     jobs = [(matrix, view, rows, walk) for matrix in shapes for view, rows in passes for walk in WALKS]
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as pool:
         pool.map(compile_one, jobs, chunksize=1)
-    ceiling = GpuInstruments(torch.device("cuda")).read_ceiling()["bytes_per_second"]
+    ceiling = GpuInstruments(device).read_ceiling()["bytes_per_second"]
     print(f"read ceiling {ceiling / 1e12:.2f} TB/s")
     for name, outputs, inputs in shapes:
         weights = [random_weight(outputs, inputs) for _ in range(-(-ROTATION // (outputs * inputs // 2)))]
@@ -118,4 +122,7 @@ def random_weight(outputs: int, inputs: int, group_size: int = 128) -> DualPlane
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BitnestError as error:
+        sys.exit(f"Error: {error}")

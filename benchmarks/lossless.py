@@ -22,7 +22,9 @@ import torch
 
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.converters.calibration import builtin_text
+from bitnest_format.errors import BitnestError
 from bitnest_format.kernels.ops import Ops, plain_ops, triton_ops
+from bitnest_format.runtime.bench_request import find_gpu
 from bitnest_format.runtime.engine import Engine, state_tensors
 from bitnest_format.runtime.forward import NestedForward
 from bitnest_format.runtime.gpu_weights import GpuWeights, load_weights
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="write the counts as JSON too")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = torch.device("cpu") if options.device == "cpu" else find_gpu(options.device)
     weights = load_weights(Checkpoint(options.checkpoint, "target"), "target", device)
     ids = Tokenizer(options.checkpoint).encode(builtin_text())
     prompts = [ids[first : first + PROMPT_TOKENS] for first in range(0, options.prompts * PROMPT_STRIDE, PROMPT_STRIDE)]
@@ -148,4 +150,7 @@ def _wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BitnestError as error:
+        sys.exit(f"Error: {error}")

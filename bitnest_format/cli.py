@@ -445,7 +445,7 @@ def pull(
 @click.option(
     "--kv-switch",
     type=int,
-    show_default="measured for a GPU and for --unpack call, otherwise never reached",
+    show_default="8192 on a GPU, 2048 with --unpack call, otherwise never reached",
     help="Cache entries up to which drafts read KV8.",
 )
 @click.option("--recent", type=int, show_default="128", help="Newest entries that drafts read at KV8 beyond that.")
@@ -542,7 +542,7 @@ def generate(
     default=False,
     help="Of a shape: a nested W4/W8 head, or a 16-bit one. A checkpoint's is as stored.",
 )
-@click.option("--kv-switch", type=int, show_default="measured", help="Cache entries up to which drafts read KV8.")
+@click.option("--kv-switch", type=int, show_default="8192", help="Cache entries up to which drafts read KV8.")
 @click.option("--recent", type=int, show_default="128", help="Newest entries that drafts read at KV8 beyond that.")
 @click.option("--repeats", type=int, default=5, help="Timed blocks of each mode.")
 @click.option("--kernels", is_flag=True, help="Time each kernel alone instead.")
@@ -578,6 +578,8 @@ def bench(
     from bitnest_format.runtime import bench_report, bench_request
     from bitnest_format.runtime.shapes import SHAPES
 
+    if model not in SHAPES and not Path(model).expanduser().exists() and not hub.is_repo_id(model):
+        raise UsageError(f"{model!r}: neither a shape ({', '.join(SHAPES)}) nor a folder or repository of a checkpoint")
     folder = None if model in SHAPES else _checkpoint_folder(model, revision, hub.CHECKPOINT_FILES)
     lengths = tuple(dict.fromkeys(length for given in contexts for length in given))
     command = ["bitnest-format", *sys.argv[1:]]

@@ -36,17 +36,14 @@ from bitnest_format import nesting
 from bitnest_format.kernels.launch import features
 from bitnest_format.kernels.operands import (
     LONG_SPLIT,
-    RUN,
     SHORT_SPLIT,
     SHORT_SPLITS,
-    Activations,
     AttentionShape,
     KvPlanes,
     Partials,
     Rope,
 )
 from bitnest_format.kernels.primitives import divide, release_dependents, wait_for_inputs
-from bitnest_format.kernels.reference import ACTIVATION_MAX
 
 # Warps of a program, and entries that each of them reads at a step. Both decide the order of sums.
 WARPS = 4
@@ -58,9 +55,8 @@ STAGES = 3
 MOST_COLUMNS = 8
 # Registers of a thread of a program of 8 rows: three such programs fit into a processor.
 NARROW_REGISTERS = 168
-# Splits that the merge reads at a step, and warps of the program that also quantizes a whole row at its end.
+# Splits that the merge reads at a step.
 MERGED_SPLITS = 16
-QUANTIZING_WARPS = 4
 # Warps of a program that merges one head of a token: more wait longer for each other.
 MERGING_WARPS = 2
 # Tokens that a program encodes, and entries that one decodes.
@@ -71,8 +67,6 @@ _SHORT_SPLITS = tl.constexpr(SHORT_SPLITS)
 _SHORT_SPLIT = tl.constexpr(SHORT_SPLIT)
 _LONG_SPLIT = tl.constexpr(LONG_SPLIT)
 _WARPS = tl.constexpr(WARPS)
-_RUN = tl.constexpr(RUN)
-_LARGEST_CODE = tl.constexpr(float(ACTIVATION_MAX))
 _SMALLEST_SCALE = tl.constexpr(nesting.SMALLEST_SCALE[torch.float32])
 _BASE_MAX = tl.constexpr(float(nesting.BASE_MAX))
 # Codes are multiplied as they are stored, offset, in units of 2^-24; these are the offsets in those units.
@@ -184,35 +178,6 @@ def combine_half(
 ) -> None:
     """Merge the splits of each token: `out` float16 `[R, Q * D]`."""
     _combine(partials, position, offset, shape, out, rows)
-
-
-def combine_quantize(
-    partials: Partials, position: Tensor, offset: int, shape: AttentionShape, acts: Activations, rows: int
-) -> None:
-    """Merge the splits of each token and quantize the result, `acts` of `Q * D` inputs.
-
-    A program merges one head of a token; the last of a token to finish quantizes the row. `partials.merged` holds the
-    merged heads afterwards.
-    """
-    inputs = shape.heads * shape.head_dim
-    _combine_quantize_kernel[(shape.heads, rows)](
-        partials.accumulator,
-        partials.peak,
-        partials.total,
-        partials.merged,
-        partials.arrived,
-        partials.peak.shape[2],
-        position,
-        offset,
-        acts.permutation,
-        acts.codes,
-        acts.scale,
-        acts.sums,
-        **_merge_constants(shape),
-        INPUTS=inputs,
-        PAIRS=triton.next_power_of_2(inputs // 2),
-        **_launch(partials.peak, QUANTIZING_WARPS),
-    )
 
 
 def kv_store(
@@ -1120,64 +1085,6 @@ def _combine_kernel(
     merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW, ASM)
     o_element = tl.arange(0, BLOCK)
     tl.store(p_out + p_row * D + o_element, merged.to(p_out.dtype.element_ty), mask=o_element < D)
-
-
-@triton.jit(do_not_specialize=["offset", "splits"])
-def _combine_quantize_kernel(
-    p_accumulator,
-    p_peak,
-    p_total,
-    p_merged,
-    p_arrived,
-    splits,
-    p_position,
-    offset,
-    p_permutation,
-    p_codes,
-    p_scale,
-    p_sums,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    INPUTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PDL: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    release_dependents(PDL)
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    o_pair = tl.arange(0, PAIRS)
-    m_pair = o_pair < INPUTS // 2
-    o_input = 2 * o_pair[:, None] + tl.arange(0, 2)[None, :]
-    m_input = o_input < INPUTS
-    if p_permutation is not None:
-        o_input = tl.load(p_permutation + o_input, mask=m_input, other=0)
-    wait_for_inputs(PDL)
-    position = tl.load(p_position) + offset + row
-    p_row = (row * HEADS + head).to(tl.int64)
-    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW, ASM)
-    o_element = tl.arange(0, BLOCK)
-    tl.store(p_merged + p_row * D + o_element, merged, mask=o_element < D)
-
-    # All threads have stored; one of them then publishes that. The last program of a row sees the stores of all.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(p_arrived + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == HEADS - 1:
-        tl.store(p_arrived + row, 0)
-        p_merged += row.to(tl.int64) * INPUTS
-        x = tl.load(p_merged + o_input, mask=m_input, other=0.0, cache_modifier=".cg")
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), _LARGEST_CODE), _SMALLEST_SCALE)
-        even, odd = tl.split(_round(divide(x, scale, ASM)).to(tl.int32))
-        p_codes += row.to(tl.int64) * INPUTS
-        tl.store(p_codes + o_pair, even.to(tl.int8), mask=m_pair)
-        tl.store(p_codes + INPUTS // 2 + o_pair, odd.to(tl.int8), mask=m_pair)
-        sums = tl.sum(tl.reshape(even + odd, (2 * PAIRS // _RUN, _RUN // 2)), axis=1)
-        o_run = tl.arange(0, 2 * PAIRS // _RUN)
-        tl.store(p_sums + row * (INPUTS // _RUN) + o_run, sums, mask=o_run < INPUTS // _RUN)
-        tl.store(p_scale + row, scale)
 
 
 @triton.jit

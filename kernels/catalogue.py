@@ -143,7 +143,6 @@ def _attention_cases() -> list[KernelCase]:
     rope = Rope(_floats(CAPACITY, size // 2), _floats(CAPACITY, size // 2))
     partials, position = Partials.empty(MOST_ROWS, SHAPE, CAPACITY, META), _words(1)
     qkv = _floats(MOST_ROWS, SHAPE.projections)
-    acts = Activations.empty(MOST_ROWS, SHAPE.heads * size, META)
     merged, halves = _floats(MOST_ROWS, SHAPE.heads * size), _halves(kv_heads, CAPACITY, size)
     gain = _floats(SHAPE.heads + kv_heads, size)
 
@@ -161,7 +160,6 @@ def _attention_cases() -> list[KernelCase]:
         attend(f"attend target M={ROWS} head norms", ROWS, False, gain),
         # The half-precision engine's graph is its own.
         _case("attend_half M=1", attention.attend_half, *half, wide=2, tensor_cores=True, shared_bytes=None),
-        _case("combine_quantize", attention.combine_quantize, partials, position, 0, SHAPE, acts, ROWS, wide=1),
         _case("combine", attention.combine, partials, position, 0, SHAPE, merged, ROWS, wide=1),
         _case(
             "kv_store",

@@ -8,14 +8,12 @@ heads, `D` head size, `C` cache entries of room.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bitnest_format import packing
-
-View = Literal["draft", "target"]
+from bitnest_format.kernels.reference_linear import View as View
 
 # Inputs that share one published sum of codes: the smallest group, so that every group is a whole number of runs.
 RUN = 32
@@ -189,15 +187,13 @@ class Partials:
 
     `accumulator` float32 `[R, Q, S, D]`: the sum of `2^(score - peak) * value` over a split; `total` float32
     `[R, Q, S]`: the sum of `2^(score - peak)`; `peak` float32 `[R, Q, S]`: the largest score, in units of `log 2`.
-    Splits that a token does not see hold anything. `merged` float32 `[R, Q * D]`: tokens put together again; `arrived`
-    int32 `[R]` counts the heads of a token that are, and is zero between kernels.
+    Splits that a token does not see hold anything. `merged` float32 `[R, Q * D]`: tokens put together again.
     """
 
     accumulator: Tensor
     peak: Tensor
     total: Tensor
     merged: Tensor
-    arrived: Tensor
 
     @classmethod
     def empty(cls, rows: int, shape: AttentionShape, capacity: int, device: torch.device | str = "cpu") -> Partials:
@@ -208,5 +204,4 @@ class Partials:
             peak=torch.empty(places, dtype=torch.float32, device=device),
             total=torch.empty(places, dtype=torch.float32, device=device),
             merged=torch.empty(rows, shape.heads * shape.head_dim, dtype=torch.float32, device=device),
-            arrived=torch.zeros(rows, dtype=torch.int32, device=device),
         )

@@ -12,9 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from bitnest_format.kernels import plain_activation
 from bitnest_format.kernels.operands import (
-    Activations,
     AttentionShape,
     KvPlanes,
     Partials,
@@ -93,17 +91,6 @@ def combine_half(
 ) -> None:
     """Merge the splits of each token: `out` float16 `[R, Q * D]`."""
     _combine(partials, position, offset, shape, out, rows)
-
-
-def combine_quantize(
-    partials: Partials, position: Tensor, offset: int, shape: AttentionShape, acts: Activations, rows: int
-) -> None:
-    """Merge the splits of each token and quantize the result, `acts` of `Q * D` inputs.
-
-    `partials.merged` holds the merged heads afterwards.
-    """
-    _combine(partials, position, offset, shape, partials.merged, rows)
-    plain_activation.quantize(partials.merged, acts, rows)
 
 
 def kv_store(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.kernels.accept_state import DecodeState
-from bitnest_format.kernels.operands import DualPlaneWeight, View
+from bitnest_format.kernels.operands import View
 from bitnest_format.kernels.ops import Ops, triton_ops
 from bitnest_format.kernels.reference import DECODE_ROWS
 from bitnest_format.runtime.device_sampling import DeviceSampling
@@ -399,8 +399,3 @@ def _engines(
             device=device,
         )
     return engines
-
-
-def has_nested_head(weights: GpuWeights) -> bool:
-    """Whether the head is a nested weight."""
-    return isinstance(weights.head, DualPlaneWeight)

@@ -115,7 +115,7 @@ class NestedForward:
                 kv_recent=self.draft_kv.recent,
             )  # fmt: skip
             acts = self.attention_acts.ordered_for(layer.o)
-            # Faster than `combine_quantize`, which is one node but waits for the last of its programs.
+            # Two nodes: one whose last program quantizes the row waits for that program longer (benchmarks/gpu-log.md).
             merged = self.partials.merged
             attention.combine(self.partials, place.position, place.offset, layer.shape, merged, rows)
             activation.quantize(merged, acts, rows)

@@ -144,7 +144,6 @@ def _attention_cases(
     gains = _head_gains(sizes, device)
     fine, coarse = entry_bytes(sizes, "fine"), entry_bytes(sizes, "coarse")
     qkv = torch.randn(verify, shape.projections, dtype=torch.float32, device=device)
-    acts = _activations(verify, shape.heads * shape.head_dim, device)
     caches = [_cache(shape, capacity, device) for _ in range(_copies(context * coarse, rotation))]
     newest = min(recent, context)
     # Beyond every context drafts read KV8; from 0 on KV4 but for the newest entries.
@@ -166,10 +165,10 @@ def _attention_cases(
     for rows in (1, verify):
 
         def combine(_: int, rows: int = rows) -> None:
-            attention.combine_quantize(partials, position, 0, shape, acts, rows)
+            attention.combine(partials, position, 0, shape, partials.merged, rows)
 
         read = rows * shape.heads * partials.peak.shape[2] * 4 * (shape.head_dim + 2)
-        yield TimedKernel(f"combine_quantize {context} M={rows}", read, 1, combine)
+        yield TimedKernel(f"combine {context} M={rows}", read, 1, combine)
 
 
 def _half_attention(sizes: Architecture, context: int, device: torch.device, rotation: int) -> Iterator[TimedKernel]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bitnest_format.kernels import attention, plain_attention
 from bitnest_format.kernels.operands import (
-    Activations,
     AttentionShape,
     KvPlanes,
     Partials,
@@ -260,28 +259,6 @@ def test_verification_writes_over_drafts(module) -> None:
         _attend(module, row.clone(), MHA, used, 126 + step, draft=True, switch=64, recent=8)
     assert _equal(_attend(module, qkv, MHA, used, 126), _attend(module, qkv, MHA, fresh, 126))
     assert torch.equal(used.planes, fresh.planes)
-
-
-@pytest.mark.parametrize("permuted", [False, True], ids=["", "permuted"])
-def test_combine_quantize(permuted: bool) -> None:
-    shape = AttentionShape(4, 2, 80)
-    length, rows, inputs = 300, 3, shape.heads * shape.head_dim
-    partials = _attend(plain_attention, _random(rows, shape.projections), shape, _cache(shape, length, 320), length)
-    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0)).int() if permuted else None
-    found, expected = Activations.empty(4, inputs, "cpu", order), Activations.empty(4, inputs, "cpu", order)
-    for acts in (found, expected):
-        for tensor in (acts.codes, acts.scale, acts.sums):
-            tensor.fill_(77)
-    position = torch.tensor([length - 1], dtype=torch.int32)
-    attention.combine_quantize(partials, position, 1, shape, found, rows)
-    # The same merged rows, so that codes and scales are the same to the bit.
-    merged = partials.merged.clone()
-    torch.testing.assert_close(merged, _combine(plain_attention, shape, partials, length), rtol=1e-5, atol=1e-6)
-    plain_attention.plain_activation.quantize(merged, expected, rows)
-    assert torch.equal(found.codes, expected.codes)
-    assert torch.equal(found.scale, expected.scale)
-    assert torch.equal(found.sums, expected.sums)
-    assert not partials.arrived.any()
 
 
 def test_combine_over_more_splits_than_a_step_takes() -> None:

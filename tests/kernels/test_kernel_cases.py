@@ -57,7 +57,7 @@ def test_every_case_runs(monkeypatch):
         *(f"{name} {step}" for name in ("qkv", "o", "gate_up", "down") for step in linear),
         *("norm_quantize M=1", "quantize M=1", "norm_quantize M=2", "quantize M=2"),
         *("attend draft KV8 9 M=1", "attend draft KV4 9 M=1", "attend target 9 M=1", "attend target 9 M=2"),
-        *("combine_quantize 9 M=1", "combine_quantize 9 M=2", "attend fp16 9 M=1"),
+        *("combine 9 M=1", "combine 9 M=2", "attend fp16 9 M=1"),
         *("head fp16 M=1", "head fp16 M=2", "head draft M=1", "head target M=1", "head target M=2"),
     ]
 
