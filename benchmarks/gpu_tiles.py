@@ -39,10 +39,10 @@ WALKS: tuple[Tile | MmaTile, ...] = (
     Tile(4, 512, 4, True),
     Tile(8, 512, 4, True),
     Tile(4, 1024, 8, True),
-    MmaTile(2, 8, False),
-    MmaTile(4, 8, False),
-    MmaTile(4, 4, False),
-    MmaTile(2, 4, False),
+    MmaTile(2, 8),
+    MmaTile(4, 8),
+    MmaTile(4, 4),
+    MmaTile(2, 4),
 )
 ROOM, ROTATION, REPEATS, REPLAYS = 16, 512 << 20, 5, 5
 

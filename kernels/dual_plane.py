@@ -61,7 +61,6 @@ class MmaTile:
 
     warps: int
     batch: int
-    ahead: bool
 
 
 def tile(weight: DualPlaneWeight, view: View) -> Tile | MmaTile:
@@ -74,7 +73,7 @@ def tile(weight: DualPlaneWeight, view: View) -> Tile | MmaTile:
     many, long = outputs > MANY_OUTPUTS, words > LONG_ROW
     if view == "target":
         if weight.scale_pairs is not None and (many or long):
-            return MmaTile(4, 8, False) if long else MmaTile(2, 8, False)
+            return MmaTile(4, 8) if long else MmaTile(2, 8)
         if long:
             chosen = Tile(2, 256, 1, False)
         else:
@@ -148,7 +147,6 @@ def _launch(
         "EPILOGUE": epilogue,
         "BIAS": weight.bias is not None,
         "ADD": add,
-        "AHEAD": walk.ahead,
         "ASM": use.asm,
         "PDL": use.pdl,
         "num_warps": walk.warps,
@@ -163,7 +161,14 @@ def _launch(
         options["M"] = min(most, rows - first)
         if isinstance(walk, Tile):
             dual_plane_kernel[(triton.cdiv(weight.outputs, walk.rows),)](
-                *operands, weight.scale, bias, *results, BLOCK_O=walk.rows, BLOCK_W=walk.words, **options
+                *operands,
+                weight.scale,
+                bias,
+                *results,
+                BLOCK_O=walk.rows,
+                BLOCK_W=walk.words,
+                AHEAD=walk.ahead,
+                **options,
             )
         else:
             assert weight.scale_pairs is not None

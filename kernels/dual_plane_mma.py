@@ -96,7 +96,7 @@ CONSTRAINTS = tl.constexpr(",".join(["=f"] * 8 + ["r"] * 40 + ["f"] * 8))
 def dual_plane_mma_kernel(
     codes, act_scale, sums, base, refinement, scales, bias, out, index, outputs, out_stride,
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M: tl.constexpr, TARGET: tl.constexpr, EPILOGUE: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, WARPS: tl.constexpr, BATCH: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, WARPS: tl.constexpr, BATCH: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 weight rows times `M` activation rows. `scales` int32 `[O, S]`: pairs of float16, padded."""
@@ -123,19 +123,13 @@ def dual_plane_mma_kernel(
     b, r, s = _load_batch(p_base, p_refinement, p_scales, group, G, TARGET, BATCH)
     wait_for_inputs(PDL)
     for first in tl.range(0, G, STRIDE, num_stages=1):
-        if AHEAD:
-            next_b, next_r, next_s = _load_batch(
-                p_base, p_refinement, p_scales, first + STRIDE + group, G, TARGET, BATCH
-            )
         for step in tl.static_range(BATCH):
             inside = ((first + group + step) < G)[:, None] & is_token
             x = tl.load(p_codes + ((first + group + step) * 16)[:, None], mask=inside, other=0)
             of_runs = ((first + group + step) < G)[:, None] & (summed < M)
             z = tl.load(p_sums + ((first + group + step) * 4)[:, None], mask=of_runs, other=0)
             acc = mma_step(acc, b[step], r[step], x, s[step // 8], z, step % 8, TARGET, WARPS, ASM)
-        if AHEAD:
-            b, r, s = next_b, next_r, next_s
-        elif STRIDE < G:
+        if STRIDE < G:
             b, r, s = _load_batch(p_base, p_refinement, p_scales, first + STRIDE + group, G, TARGET, BATCH)
     # Warps are added in a fixed order; what is left is [16 weight rows, 4 lanes x (2 tokens, 2 unused)].
     y = tl.reshape(tl.sum(tl.reshape(acc, (2, WARPS, 8 * 16)), 1), (16, 16))

@@ -18,7 +18,7 @@ VIEWS: tuple[View, ...] = ("draft", "target")
 CLOSE = 1e-6
 
 DP4A = [Tile(4, 128, 1, True), Tile(8, 256, 2, False)]
-MMA = [MmaTile(2, 2, False), MmaTile(4, 4, True)]
+MMA = [MmaTile(2, 2), MmaTile(4, 4)]
 
 
 def _weight(outputs: int, inputs: int, group_size: int, *, bias: bool = True) -> DualPlaneWeight:
