@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, HEAD_MODULE, LINEARS, read_architecture
+from bitnest_format.architecture import read_architecture
+from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
 
 if TYPE_CHECKING:
     from bitnest_format.converters.rotation import Rotation
@@ -50,6 +51,11 @@ FIRST_PREFIX_MESSAGE = 300
 PREFIX_SHAPE = (48, 64)
 NEW_TOKENS = 128
 GAMMA = 4
+
+# The models measured here go by these names.
+EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
+HEAD_MODULE, HEAD = "lm_head", "lm_head.weight"
+LINEARS = (*ATTENTION_INPUTS, ATTENTION_OUTPUT, *MLP_INPUTS, MLP_OUTPUT)
 
 _JSON_GAP = re.compile(r"[\s,\[]*")
 # Rows per forward pass where whole sequences of logits are held at once.

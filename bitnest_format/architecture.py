@@ -1,43 +1,44 @@
 """What a model's `config.json` says, checked and put into one frozen record.
 
-Covers the decoder families whose RMS norms can absorb a rotation and whose linear layers go by the Llama
-names: Llama, Mistral, Qwen2, Qwen3. Reads both spellings that configs use (rotary settings at the top level or
-under `rope_parameters`). Pure: a dictionary in, a record or one list of problems out.
+`families` describes the architectures; here a config is read by its family's description, and names and shapes of
+tensors follow. Reads both spellings that configs use (rotary settings at the top level or under `rope_parameters`).
+Pure: a dictionary in, a record or one list of problems out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bitnest_format.errors import UnsupportedModelError
+from bitnest_format.families import (
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUT,
+    FAMILIES,
+    MLP_INPUTS,
+    MLP_OUTPUT,
+    Family,
+    Spelling,
+    WindowRule,
+)
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_ROPE_THETA = 10000.0
-DEFAULT_MISTRAL_WINDOW = 4096
 LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 LARGEST_NUMBER = 1e30
 
-VALUE = "self_attn.v_proj"
-ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", VALUE)
-ATTENTION_OUTPUT = "self_attn.o_proj"
-MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
-MLP_OUTPUT = "mlp.down_proj"
-LINEARS = (*ATTENTION_INPUTS, ATTENTION_OUTPUT, *MLP_INPUTS, MLP_OUTPUT)
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD_MODULE = "lm_head"
-HEAD = f"{HEAD_MODULE}.weight"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes and switches of one decoder. Counts are in elements; `rope` is the normalised rotary record."""
+    """Sizes and switches of one decoder. Counts are in elements; `rope` is the normalised rotary record.
+
+    Names of linear layers are given within a layer, such as `mlp.down_proj`; all others in full.
+    """
 
     model_type: str
+    family: Family
+    spelling: Spelling
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -51,27 +52,67 @@ class Architecture:
     attention_bias: bool
     attention_output_bias: bool
     mlp_bias: bool
-    head_norms: bool
     sliding_windows: tuple[int | None, ...]
     rope: Mapping[str, Any]
 
-    def linear_shape(self, linear: str) -> tuple[int, int]:
-        """`(outputs, inputs)` of a linear layer by its name within a layer, such as `mlp.down_proj`."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (query, self.hidden_size),
-            "self_attn.k_proj": (key_value, self.hidden_size),
-            "self_attn.v_proj": (key_value, self.hidden_size),
-            "self_attn.o_proj": (self.hidden_size, query),
-            "mlp.gate_proj": (self.intermediate_size, self.hidden_size),
-            "mlp.up_proj": (self.intermediate_size, self.hidden_size),
-            "mlp.down_proj": (self.hidden_size, self.intermediate_size),
-        }[linear]
+    @property
+    def embedding(self) -> str:
+        """The embedding's tensor name."""
+        return f"{self.spelling.decoder}.embed_tokens.weight"
+
+    @property
+    def final_norm(self) -> str:
+        """Tensor name of the norm after the last layer."""
+        return f"{self.spelling.decoder}.norm.weight"
+
+    @property
+    def head_module(self) -> str:
+        """The head's name as a module."""
+        return self.spelling.head
+
+    @property
+    def head(self) -> str:
+        """The head's tensor name; a tied model has no such tensor."""
+        return f"{self.spelling.head}.weight"
 
     @property
     def head_shape(self) -> tuple[int, int]:
         """`(outputs, inputs)` of the head."""
         return self.vocab_size, self.hidden_size
+
+    def layer_prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with, the last dot included."""
+        return f"{self.spelling.decoder}.layers.{layer}."
+
+    def shared_inputs(self, layer: int) -> tuple[tuple[str, ...], ...]:
+        """A layer's quantizable linear layers in forward order; those that read the same input together."""
+        return ATTENTION_INPUTS, (ATTENTION_OUTPUT,), MLP_INPUTS, (MLP_OUTPUT,)
+
+    def linears(self, layer: int) -> tuple[str, ...]:
+        """A layer's quantizable linear layers in forward order."""
+        return tuple(linear for linears in self.shared_inputs(layer) for linear in linears)
+
+    def stream_readers(self, layer: int) -> dict[str, str]:
+        """A layer's linear layers that read the residual stream through a norm, with that norm's tensor name."""
+        input_norm, mlp_norm = self.norm_names(layer)
+        return {**dict.fromkeys(ATTENTION_INPUTS, input_norm), **dict.fromkeys(MLP_INPUTS, mlp_norm)}
+
+    def stream_writers(self, layer: int) -> tuple[str, ...]:
+        """A layer's linear layers whose outputs are added to the residual stream."""
+        return ATTENTION_OUTPUT, MLP_OUTPUT
+
+    def linear_shape(self, linear: str) -> tuple[int, int]:
+        """`(outputs, inputs)` of a linear layer."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (query, self.hidden_size),
+            "k_proj": (key_value, self.hidden_size),
+            "v_proj": (key_value, self.hidden_size),
+            "o_proj": (self.hidden_size, query),
+            "gate_proj": (self.intermediate_size, self.hidden_size),
+            "up_proj": (self.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
+        }[linear.rpartition(".")[2]]
 
     def has_bias(self, linear: str) -> bool:
         if linear in ATTENTION_INPUTS:
@@ -80,61 +121,64 @@ class Architecture:
 
     def norm_names(self, layer: int) -> tuple[str, str]:
         """Tensor names of the norms before attention and before the MLP."""
-        prefix = f"model.layers.{layer}"
-        return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
+        prefix = self.layer_prefix(layer)
+        return f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight"
 
     def head_norm_names(self, layer: int) -> tuple[str, ...]:
         """Tensor names of the per-head query and key norms; empty where the model has none."""
-        if not self.head_norms:
+        if not self.family.head_norms:
             return ()
-        prefix = f"model.layers.{layer}.self_attn"
-        return f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"
+        prefix = self.layer_prefix(layer)
+        return f"{prefix}self_attn.q_norm.weight", f"{prefix}self_attn.k_norm.weight"
 
     def modules(self, *, nested_head: bool = False) -> Iterator[tuple[str, tuple[int, int]]]:
         """Every quantizable module as `(name, (outputs, inputs))`, in forward order; the head only if it is nested."""
         for layer in range(self.layers):
-            for linear in LINEARS:
-                yield f"model.layers.{layer}.{linear}", self.linear_shape(linear)
+            for linear in self.linears(layer):
+                yield f"{self.layer_prefix(layer)}{linear}", self.linear_shape(linear)
         if nested_head:
-            yield HEAD_MODULE, self.head_shape
+            yield self.head_module, self.head_shape
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the forward pass needs, by name, with its shape; `lm_head` only where it is untied."""
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        """Every tensor the forward pass needs, by name, with its shape; a head only where it is untied."""
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (self.vocab_size, self.hidden_size)}
         for layer in range(self.layers):
             shapes |= self.layer_tensors(layer)
-        shapes[FINAL_NORM] = (self.hidden_size,)
+        shapes[self.final_norm] = (self.hidden_size,)
         if not self.tied_embeddings:
-            shapes[HEAD] = self.head_shape
+            shapes[self.head] = self.head_shape
         return shapes
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """The tensors of one decoder layer, by full name, with their shapes."""
+        prefix = self.layer_prefix(layer)
         shapes: dict[str, tuple[int, ...]] = {}
         for name in self.norm_names(layer):
             shapes[name] = (self.hidden_size,)
         for name in self.head_norm_names(layer):
             shapes[name] = (self.head_dim,)
-        for linear in LINEARS:
+        for linear in self.linears(layer):
             outputs, inputs = self.linear_shape(linear)
-            shapes[f"model.layers.{layer}.{linear}.weight"] = (outputs, inputs)
+            shapes[f"{prefix}{linear}.weight"] = (outputs, inputs)
             if self.has_bias(linear):
-                shapes[f"model.layers.{layer}.{linear}.bias"] = (outputs,)
+                shapes[f"{prefix}{linear}.bias"] = (outputs,)
         return shapes
 
 
-def read_architecture(config: Mapping[str, Any]) -> Architecture:
+def read_architecture(config: Mapping[str, Any], names: Collection[str] = ()) -> Architecture:
     """Build the record from a parsed `config.json`.
+
+    `names`: the tensors that the model is stored in, which tell apart the ways to spell one and the same model.
 
     Raises `UnsupportedModelError` listing every missing, malformed or unsupported field at once.
     """
     model_type = config.get("model_type")
     named = config.get("architectures") or []
     label = f"{model_type!r}" + (f" ({named[0]})" if isinstance(named, list) and named else "")
-    if model_type not in SUPPORTED:
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
         raise UnsupportedModelError(
-            f"config.json: model_type is {label}; supported are {', '.join(SUPPORTED)}."
-            + (_why_not(model_type, config))
+            f"config.json: model_type is {label}; supported are {', '.join(FAMILIES)}." + (_why_not(model_type, config))
         )
     fields = _Fields(config)
     hidden = fields.positive("hidden_size")
@@ -154,10 +198,12 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     if head_dim % 2:
         fields.problems.append(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs")
     rope = fields.rope()
-    qwen_bias = model_type == "qwen2"
-    attention_bias = qwen_bias or bool(config.get("attention_bias", False))
+    inputs_only = family.attention_bias == "inputs"
+    attention_bias = inputs_only or bool(config.get("attention_bias", False))
     architecture = Architecture(
-        model_type=str(model_type),
+        model_type=family.model_type,
+        family=family,
+        spelling=Spelling(),
         hidden_size=hidden,
         intermediate_size=fields.positive("intermediate_size"),
         layers=layers,
@@ -169,10 +215,9 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         norm_epsilon=fields.number("rms_norm_eps", config.get("rms_norm_eps"), default=1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=attention_bias,
-        attention_output_bias=attention_bias and not qwen_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
-        head_norms=model_type == "qwen3",
-        sliding_windows=fields.sliding_windows(layers),
+        attention_output_bias=attention_bias and not inputs_only,
+        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
+        sliding_windows=fields.sliding_windows(layers, family.window),
         rope=rope,
     )
     if fields.problems:
@@ -227,21 +272,19 @@ class _Fields:
             self.problems.append("config.json: partial_rotary_factor other than 1 is not supported")
         return {"rope_type": str(kind), "rope_theta": self.number("rope_theta", theta, DEFAULT_ROPE_THETA), **record}
 
-    def sliding_windows(self, layers: int) -> tuple[int | None, ...]:
+    def sliding_windows(self, layers: int, rule: WindowRule | None) -> tuple[int | None, ...]:
         """The attention window of each layer in tokens; None where a layer attends to everything."""
-        model_type = self.config["model_type"]
-        # Llama has no windows; Qwen applies its window only where use_sliding_window says so, Mistral always.
-        qwen = model_type.startswith("qwen")
-        on = model_type == "mistral" or (qwen and self.config.get("use_sliding_window", False))
-        # A Mistral config that does not mention the window has one; null is how later models turn it off.
-        stated = self.config.get("sliding_window", DEFAULT_MISTRAL_WINDOW if model_type == "mistral" else None)
-        if not on or not stated:
-            return (None,) * layers
-        window = self.positive("sliding_window", default=DEFAULT_MISTRAL_WINDOW)
+        everywhere = (None,) * layers
+        if rule is None or (rule.switch is not None and not self.config.get(rule.switch, False)):
+            return everywhere
+        # A config that does not mention the window has the family's; null is how later models turn it off.
+        if not self.config.get("sliding_window", rule.default):
+            return everywhere
+        window = self.positive("sliding_window", default=rule.default)
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) == layers:
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        first = self.positive("max_window_layers") if qwen and self.config.get("max_window_layers") else 0
+        first = self.positive(rule.first) if rule.first and self.config.get(rule.first) else 0
         return tuple(window if layer >= first else None for layer in range(layers))
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnest_format import nesting, packing
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.errors import CheckpointError
 from bitnest_format.manifest import MANIFEST_FILE, FileRecord, Manifest, Module
 from bitnest_format.shards import (
@@ -109,6 +110,10 @@ class Checkpoint:
                 + (", or open its draft view." if view == "target" else ".")
             )
         self._open: dict[str, Any] = {}
+
+    def architecture(self) -> Architecture:
+        """What `config.json` and the names of the tensors say. Raises `UnsupportedModelError`."""
+        return read_architecture(self.config, self.weight_map)
 
     def tensor(self, name: str) -> Tensor:
         """One stored tensor, on the CPU."""

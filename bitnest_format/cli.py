@@ -279,7 +279,7 @@ def convert(
         from bitnest_format.architecture import read_architecture
         from bitnest_format.converters.preflight import preflight, render_plan
 
-        plan = preflight(model, read_architecture(model.config), chosen, output)
+        plan = preflight(model, read_architecture(model.config, model.tensors), chosen, output)
         click.echo(_json(plan.to_dict()) if as_json else render_plan(plan))
         return
     try:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bitnest_format import packing
-from bitnest_format.architecture import HEAD_MODULE, read_architecture
+from bitnest_format.architecture import read_architecture
 from bitnest_format.checkpoint import CONFIG_FILE, DRAFT_INDEX, TARGET_INDEX, Checkpoint, weight_map_of
 from bitnest_format.errors import CheckpointError, Finding, UsageError
 from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module
@@ -126,6 +126,7 @@ class CheckpointReport:
     refinement_present: bool
     model: Mapping[str, Any]
     tied_embeddings: bool
+    nested_head: bool
     source: Mapping[str, Any]
     rotation: Mapping[str, Any] | None
     calibration: Mapping[str, Any] | None
@@ -156,7 +157,7 @@ def inspect_checkpoint(checkpoint: Path | Files, tensor: str | None = None) -> C
     manifest, config, weight_map = _open(files)
     headers = {shard: header_in(files, shard)[0] for shard in sorted(set(weight_map.values()))}
     entries = {name: _entry(headers, name, shard) for name, shard in weight_map.items()}
-    architecture = read_architecture(config)
+    architecture = read_architecture(config, weight_map)
     target_map = _target_map(files, manifest)
     return CheckpointReport(
         name=folder.resolve().name if folder else files.name,
@@ -176,6 +177,7 @@ def inspect_checkpoint(checkpoint: Path | Files, tensor: str | None = None) -> C
             "positions": architecture.max_positions,
         },
         tied_embeddings=architecture.tied_embeddings,
+        nested_head=architecture.head_module in manifest.modules,
         source=manifest.source,
         rotation=manifest.rotation,
         calibration=manifest.calibration,
@@ -377,8 +379,7 @@ def _render_head(report: CheckpointReport) -> str:
 def _embeddings(report: CheckpointReport) -> str:
     if report.tied_embeddings:
         return "tied: one matrix is embedding and head"
-    nested = any(module.name == HEAD_MODULE for module in report.modules)
-    return "not tied; the head is nested" if nested else "not tied"
+    return "not tied; the head is nested" if report.nested_head else "not tied"
 
 
 def _rotation(rotation: Mapping[str, Any] | None) -> str:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bitnest_format import nesting, packing
-from bitnest_format.architecture import HEAD, HEAD_MODULE, Architecture, read_architecture
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.checkpoint import (
     BASE_SUFFIX,
     CONFIG_FILE,
@@ -183,7 +183,7 @@ class _Validation:
             return
         self._check_block(config.get("quantization_config"))
         try:
-            self.architecture = read_architecture(config)
+            self.architecture = read_architecture(config, self.manifest.unquantized if self.manifest else ())
             self.required = self.architecture.tensors()
         except UnsupportedModelError as error:
             for problem in error.problems:
@@ -404,10 +404,11 @@ class _Validation:
                     name,
                     f"missing; a {architecture.model_type} model needs it with shape {list(shape)}",
                 )
-        nested_head = HEAD_MODULE in modules
+        head, head_module = architecture.head, architecture.head_module
+        nested_head = head_module in modules
         for name in modules:
             # A head beside tied embeddings is a fault of config.json, reported below.
-            if f"{name}.weight" not in self.required and name != HEAD_MODULE:
+            if f"{name}.weight" not in self.required and name != head_module:
                 self._add(
                     MANIFEST_FILE,
                     f"modules.{name}",
@@ -417,19 +418,19 @@ class _Validation:
             self._add(
                 CONFIG_FILE,
                 "tie_word_embeddings",
-                f"is true, but {MANIFEST_FILE} lists the module {HEAD_MODULE}; set it to false",
+                f"is true, but {MANIFEST_FILE} lists the module {head_module}; set it to false",
             )
-        elif architecture.tied_embeddings and HEAD in self.stored:
+        elif architecture.tied_embeddings and head in self.stored:
             self._add(
                 CONFIG_FILE,
                 "tie_word_embeddings",
-                f"is true, but {self.stored[HEAD][0]} holds {HEAD}; set it to false or leave the tensor out",
+                f"is true, but {self.stored[head][0]} holds {head}; set it to false or leave the tensor out",
             )
-        elif nested_head and HEAD in self.stored:
+        elif nested_head and head in self.stored:
             self._add(
-                self.stored[HEAD][0],
-                HEAD,
-                f"is stored although {MANIFEST_FILE} lists the module {HEAD_MODULE}; a model has one head. "
+                self.stored[head][0],
+                head,
+                f"is stored although {MANIFEST_FILE} lists the module {head_module}; a model has one head. "
                 "Leave it out.",
             )
 

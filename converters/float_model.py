@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitnest_format.architecture import Architecture
 from bitnest_format.converters.gptq_solver import HessianSum
 
 TOKENS_AT_ONCE = 1024
@@ -20,7 +21,7 @@ TOKENS_AT_ONCE = 1024
 class FloatModel:
     """A decoder of the source's architecture whose weights are given layer by layer, on `device`, in float32."""
 
-    def __init__(self, config: Mapping[str, Any], device: str):
+    def __init__(self, config: Mapping[str, Any], architecture: Architecture, device: str):
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,6 +32,7 @@ class FloatModel:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         self.decoder = model.model.eval()
+        self.architecture = architecture
         self.device = device
         self.hidden = torch.empty(0)
 
@@ -51,7 +53,7 @@ class FloatModel:
         `[I, I]`.
         """
         module = self.decoder.layers[layer]
-        prefix = f"model.layers.{layer}."
+        prefix = self.architecture.layer_prefix(layer)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
         sums: dict[str, HessianSum] = {}
         hooks = []

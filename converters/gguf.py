@@ -22,7 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, read_architecture
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
 from bitnest_format.converters.gguf_file import GGUF_MAGIC, GgufFile, GgufTensor, read_gguf
 from bitnest_format.converters.gguf_tokenizer import write_tokenizer
@@ -35,7 +35,6 @@ __all__ = ["GGUF_MAGIC", "GgufSource"]
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 INTERLEAVED = ("llama",)
 
-OUTER_NAMES = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -110,7 +109,7 @@ class GgufSource:
             architecture = read_architecture(self.config)
         except UnsupportedModelError as error:
             raise SourceError([f"{path.name}: {problem}" for problem in error.problems]) from error
-        self._names, unknown = _hugging_face_names(self._file, architecture.layers, self.notes)
+        self._names, unknown = _hugging_face_names(self._file, architecture, self.notes)
         self._problems: list[str] = []
         known = architecture.tensors()
         unknown += [self._names.pop(name) for name in list(self._names) if name not in known]
@@ -370,19 +369,27 @@ def shortest_float32(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _hugging_face_names(file: GgufFile, layers: int, notes: list[str]) -> tuple[dict[str, str], list[str]]:
+def _hugging_face_names(
+    file: GgufFile, architecture: Architecture, notes: list[str]
+) -> tuple[dict[str, str], list[str]]:
     """Stored names by Hugging Face name, and the stored names that have none. Notes layers that are dropped."""
+    outer = {
+        "token_embd.weight": architecture.embedding,
+        "output_norm.weight": architecture.final_norm,
+        "output.weight": architecture.head,
+    }
+    layers = architecture.layers
     names: dict[str, str] = {}
     unknown: list[str] = []
     dropped: list[str] = []
     for stored in file.tensors:
         layer, match = LAYER.match(stored), LAYER_TENSOR.match(stored)
-        if stored in OUTER_NAMES:
-            names[OUTER_NAMES[stored]] = stored
+        if stored in outer:
+            names[outer[stored]] = stored
         elif layer and layers <= int(layer[1]) < layers + _prediction_layers(file):
             dropped.append(stored)
         elif match and match[2] in LAYER_NAMES:
-            names[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = stored
+            names[f"{architecture.layer_prefix(int(match[1]))}{LAYER_NAMES[match[2]]}.{match[3]}"] = stored
         elif stored != ROPE_FACTORS and not stored.endswith("attn_rot_embd"):
             unknown.append(stored)
     if dropped:

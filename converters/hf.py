@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import EMBEDDING, HEAD, SUPPORTED, Architecture, read_architecture
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
+from bitnest_format.families import FAMILIES
 from bitnest_format.manifest import MANIFEST_FILE
 from bitnest_format.shards import DTYPES, TensorEntry, inside, read_header, read_json
 
@@ -73,7 +74,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.model.v*", "*.tikt
 # Rotary tables that old files store although they follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$")
 NUMBERED_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors$")
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 READ_BYTES = 1 << 20
 READERS = 2
@@ -116,12 +116,13 @@ class HuggingFaceSource:
         problems = _quantization_problems(folder, stored_config)
         if problems:
             raise SourceError(problems)
-        architecture, problems = _architecture(stored_config, self.notes)
         stored, file_problems = _find_tensors(folder, self.notes)
+        architecture, problems = _architecture(stored_config, stored, self.notes)
         problems += file_problems
         problems += _naming_problems(stored)
         if architecture is None or problems:
             raise SourceError(problems)
+        self._architecture = architecture
         self._problems = _lfs_pointers(folder)
         self._locations = self._choose(stored, architecture, ignore_unknown_tensors)
         problems = _type_problems(self._locations)
@@ -155,13 +156,14 @@ class HuggingFaceSource:
             if results[name].bad:
                 where = f"{self._locations[name].file.name}: {name}"
                 problems.append(f"{where}: {results[name].bad}, expected finite weights. Export the model again.")
-        if HEAD in results and HEAD not in self.tensors and EMBEDDING in results:
-            if results[HEAD].sha256 == results[EMBEDDING].sha256:
-                note = f"{HEAD}: repeats the embedding it is tied to; left out"
+        head, embedding = self._architecture.head, self._architecture.embedding
+        if head in results and head not in self.tensors and embedding in results:
+            if results[head].sha256 == results[embedding].sha256:
+                note = f"{head}: repeats the embedding it is tied to; left out"
                 self.notes += [note] if note not in self.notes else []
             else:
                 problems.append(
-                    f"{HEAD}: differs from {EMBEDDING} although config.json has tie_word_embeddings true. "
+                    f"{head}: differs from {embedding} although config.json has tie_word_embeddings true. "
                     "Set it to false to use the stored head, or remove the tensor."
                 )
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode("utf-8"))
@@ -182,7 +184,7 @@ class HuggingFaceSource:
     ) -> dict[str, Location]:
         """The tensors of the model among all that the files hold; the rest is dropped, noted, or a problem."""
         known = architecture.tensors()
-        chosen = {name: location for name, location in stored.items() if name in known or name == HEAD}
+        chosen = {name: location for name, location in stored.items() if name in known or name == architecture.head}
         rest = [name for name in stored if name not in chosen and not DERIVED.search(name)]
         prediction = [name for name in rest if _is_prediction_layer(name, stored, architecture, self.config)]
         if prediction:
@@ -247,13 +249,15 @@ def _already_quantized(method: str | None) -> str:
     return f"{found}, expected plain fp32, fp16 or bf16 weights. Give the original model instead."
 
 
-def _architecture(config: Mapping[str, Any], notes: list[str]) -> tuple[Architecture | None, list[str]]:
+def _architecture(
+    config: Mapping[str, Any], names: Collection[str], notes: list[str]
+) -> tuple[Architecture | None, list[str]]:
     custom = config.get("auto_map")
     try:
-        architecture = read_architecture(config)
+        architecture = read_architecture(config, names)
     except UnsupportedModelError as error:
         problems = list(error.problems)
-        if custom and config.get("model_type") not in SUPPORTED:
+        if custom and config.get("model_type") not in FAMILIES:
             problems.append(
                 f"{CONFIG_FILE}: auto_map names code of the model's own ({_listed(_code_files(custom))}). It is never "
                 "executed here; there is no trust_remote_code."
@@ -449,17 +453,24 @@ def _is_prediction_layer(
     """Whether a tensor belongs to layers that predict further tokens and take no part in ordinary decoding."""
     if name.startswith(("mtp.", "model.mtp.")):
         return True
-    match = LAYER.match(name)
-    if match is None or int(match[1]) < architecture.layers:
+    layer = _layer_of(name, architecture)
+    if layer is None or layer < architecture.layers:
         return False
     extra = config.get("num_nextn_predict_layers")
     announced = extra if isinstance(extra, int) else 0
-    return int(match[1]) < architecture.layers + announced or f"model.layers.{match[1]}.eh_proj.weight" in stored
+    return layer < architecture.layers + announced or f"{architecture.layer_prefix(layer)}eh_proj.weight" in stored
+
+
+def _layer_of(name: str, architecture: Architecture) -> int | None:
+    """The layer whose tensors' names begin as this one does, however many layers the config counts."""
+    before, after = architecture.layer_prefix(0).split("0")
+    number = name.removeprefix(before).partition(after)[0] if name.startswith(before) else ""
+    return int(number) if number.isdecimal() else None
 
 
 def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[str]:
     way_out = f"pass --ignore-unknown-tensors to leave {'it' if len(unknown) == 1 else 'them'} out."
-    beyond = [name for name in unknown if (match := LAYER.match(name)) and int(match[1]) >= architecture.layers]
+    beyond = [name for name in unknown if (_layer_of(name, architecture) or 0) >= architecture.layers]
     inner = [name for name in unknown if name not in set(beyond)]
     problems = []
     if inner:

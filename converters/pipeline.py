@@ -25,18 +25,7 @@ import torch
 from torch import Tensor
 
 from bitnest_format import __version__
-from bitnest_format.architecture import (
-    ATTENTION_INPUTS,
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_MODULE,
-    MLP_INPUTS,
-    MLP_OUTPUT,
-    Architecture,
-    read_architecture,
-)
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.checkpoint import CheckpointWriter, checkpoint_config
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import Calibration, load_calibration
@@ -67,8 +56,6 @@ Progress = Callable[[str, int, int], None]
 # Rotates some rows of the embedding or the head.
 Fold = Callable[[Tensor, Rotation], Tensor]
 
-# Linear layers that read the same input share one Hessian and are solved as one matrix.
-SHARED_INPUTS = (ATTENTION_INPUTS, (ATTENTION_OUTPUT,), MLP_INPUTS, (MLP_OUTPUT,))
 FOLD_ROWS = 2048
 HEAD_PART = "head"
 
@@ -115,7 +102,7 @@ def convert(
     """
     began = time.perf_counter()
     report = progress or (lambda stage, done, total: None)
-    architecture = read_architecture(source.config)
+    architecture = read_architecture(source.config, source.tensors)
     report("checking the source", 0, 1)
     plan = preflight(source, architecture, options, output)
     rotation = make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
@@ -203,7 +190,7 @@ class _Conversion:
     def run(self) -> None:
         """Write one part per decoder layer, and a nested head, skipping those an interrupted run has finished."""
         layers = self.architecture.layers
-        model = FloatModel(self.source.config, self.options.device) if self.calibration else None
+        model = FloatModel(self.source.config, self.architecture, self.options.device) if self.calibration else None
         needed = self._layers_needed()
         if model and self.calibration and needed:
             model.embed(self.calibration.input_ids, self._embedding_rows)
@@ -216,7 +203,9 @@ class _Conversion:
                 continue
             weights = self._folded_layer(layer)
             release_freed_memory()
-            hessians = model.run_layer(layer, weights, collect=() if finished else SHARED_INPUTS) if model else {}
+            # Linear layers that read the same input share one Hessian and are solved as one matrix.
+            collect = () if finished else self.architecture.shared_inputs(layer)
+            hessians = model.run_layer(layer, weights, collect) if model else {}
             release_freed_memory()
             if not finished:
                 part = self._quantize_layer(layer, weights, hessians)
@@ -245,6 +234,7 @@ class _Conversion:
 
     def _quantize_head(self, norm: Tensor, hessian: Tensor | None) -> Part:
         """The final norm as it is stored, and the head as a module, solved some rows at a time."""
+        final_norm = self.architecture.final_norm
         name, fold = self._head_source()
         matrix = self.source.read(name)
         chunks = matrix.split(max(1, WEIGHTS_AT_ONCE // matrix.shape[1]))
@@ -253,18 +243,18 @@ class _Conversion:
             self.report("quantizing the head", done, len(chunks))
 
         solved = quantize_in_pieces(
-            HEAD_MODULE,
+            self.architecture.head_module,
             lambda: (self._folded_rows(rows, fold) for rows in chunks),
             hessian,
-            self.plan.group_sizes[HEAD_MODULE],
+            self.plan.group_sizes[self.architecture.head_module],
             self.options,
             progress,
         )
         progress(len(chunks))
         return Part(
-            base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, norm)), **_pending(solved.base)},
+            base={final_norm: pending_tensor(self._kept(final_norm, norm)), **_pending(solved.base)},
             refinement=_pending(solved.refinement),
-            modules={HEAD_MODULE: solved.record},
+            modules={self.architecture.head_module: solved.record},
             warnings=solved.remarks,
         )
 
@@ -279,8 +269,8 @@ class _Conversion:
 
     def _quantize_layer(self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Part:
         part = Part()
-        for linears in SHARED_INPUTS:
-            names = [f"model.layers.{layer}.{linear}" for linear in linears]
+        for linears in self.architecture.shared_inputs(layer):
+            names = [f"{self.architecture.layer_prefix(layer)}{linear}" for linear in linears]
             matrices = {name: weights[f"{name}.weight"] for name in names}
             group_size = self.plan.group_sizes[names[0]]
             solved, remarks = quantize_together(matrices, hessians.get(linears[0]), group_size, self.options)
@@ -313,19 +303,21 @@ class _Conversion:
 
     def _embedding_rows(self, ids: Tensor) -> Tensor:
         """Rotated embedding rows of some token ids, float32."""
-        rows = self.source.read(EMBEDDING)[ids].to(self.options.device)
+        rows = self.source.read(self.architecture.embedding)[ids].to(self.options.device)
         return (rotate_embedding(rows, self.rotation) if self.rotation else rows).float()
 
     def _outer_parts(self) -> Iterator[tuple[str, Callable[[], Part]]]:
         """The parts around the layers: embedding, final norm and head, as they are to be stored."""
 
         def embedding() -> Part:
-            return Part(base={EMBEDDING: self._fold_matrix(EMBEDDING, rotate_embedding)})
+            name = self.architecture.embedding
+            return Part(base={name: self._fold_matrix(name, rotate_embedding)})
 
         def final() -> Part:
-            part = Part(base={FINAL_NORM: pending_tensor(self._kept(FINAL_NORM, self._final_norm()))})
+            name = self.architecture.final_norm
+            part = Part(base={name: pending_tensor(self._kept(name, self._final_norm()))})
             if self.rotation is not None or not self.architecture.tied_embeddings:
-                part.base[HEAD] = self._fold_matrix(*self._head_source())
+                part.base[self.architecture.head] = self._fold_matrix(*self._head_source())
             return part
 
         yield "embedding", embedding
@@ -333,13 +325,14 @@ class _Conversion:
 
     def _final_norm(self) -> Tensor:
         """The final norm's gains as they are to be stored."""
-        gain = self.source.read(FINAL_NORM).to(self.options.device)
+        gain = self.source.read(self.architecture.final_norm).to(self.options.device)
         return gain if self.rotation is None else torch.ones_like(gain)
 
     def _head_source(self) -> tuple[str, Fold]:
         """The source's tensor that the head is made of, and how its rows are rotated."""
-        gain = self.source.read(FINAL_NORM).to(self.options.device)
-        name = EMBEDDING if self.architecture.tied_embeddings else HEAD
+        gain = self.source.read(self.architecture.final_norm).to(self.options.device)
+        architecture = self.architecture
+        name = architecture.embedding if architecture.tied_embeddings else architecture.head
         return name, lambda rows, rotation: rotate_head(rows, gain, rotation)
 
     def _fold_matrix(self, name: str, fold: Fold) -> Pending:

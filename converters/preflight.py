@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bitnest_format.architecture import EMBEDDING, HEAD, HEAD_MODULE, Architecture
+from bitnest_format.architecture import Architecture
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import BUILTIN
 from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
@@ -169,15 +169,16 @@ def _head_notes(
     source: Source, architecture: Architecture, options: ConvertOptions, modules: Mapping[str, ModulePlan]
 ) -> Iterator[str]:
     """What untying a nested head from the embedding costs."""
-    if not options.quantize_lm_head or not architecture.tied_embeddings or EMBEDDING not in source.tensors:
+    embedding = source.tensors.get(architecture.embedding)
+    if not options.quantize_lm_head or not architecture.tied_embeddings or embedding is None:
         return
-    head = modules[HEAD_MODULE]
+    head = modules[architecture.head_module]
     weights = _elements(head.shape)
     nested = weights + weights // head.group_size * BYTES_PER_SCALE
-    plain = weights * source.tensors[EMBEDDING].dtype.itemsize
+    plain = weights * embedding.dtype.itemsize
     beside = f"; unquantized, the rotation would make it {_megabytes(plain)}" if options.rotation != "none" else ""
     yield (
-        f"{HEAD_MODULE} is tied to the embedding, which stays as it is: the nested head takes "
+        f"{architecture.head_module} is tied to the embedding, which stays as it is: the nested head takes "
         f"{_megabytes(nested)} beside it{beside}"
     )
 
@@ -190,17 +191,18 @@ def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOpti
     for name, shape in architecture.tensors().items():
         if name not in quantized:
             info = source.tensors.get(name)
-            copies = 2 if name == EMBEDDING and untied else 1
+            copies = 2 if name == architecture.embedding and untied else 1
             yield copies * _elements(shape) * (info.dtype.itemsize if info else BYTES_PER_SCALE)
 
 
 def _tensor_problems(source: Source, architecture: Architecture) -> Iterator[str]:
     expected = architecture.tensors()
     missing = [name for name in expected if name not in source.tensors]
-    if HEAD in missing:
-        missing.remove(HEAD)
+    head = architecture.head
+    if head in missing:
+        missing.remove(head)
         yield (
-            f"{HEAD}: missing although tie_word_embeddings is false. If the head shares the embedding, set "
+            f"{head}: missing although tie_word_embeddings is false. If the head shares the embedding, set "
             "tie_word_embeddings to true in config.json; otherwise the source is incomplete."
         )
     if missing:

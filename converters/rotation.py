@@ -19,15 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import (
-    ATTENTION_INPUTS,
-    ATTENTION_OUTPUT,
-    MLP_INPUTS,
-    MLP_OUTPUT,
-    VALUE,
-    Architecture,
-)
+from bitnest_format.architecture import Architecture
 from bitnest_format.errors import SourceError
+from bitnest_format.families import ATTENTION_OUTPUT, VALUE
 from bitnest_format.shards import file_sha256
 
 # How far R^T R may lie from the identity before a given matrix is refused; below it (bf16 rounding of an
@@ -230,18 +224,17 @@ def rotate_layer(
     `tensors` holds the whole layer by full checkpoint name and is left as it is. Per-head query and key norms pass
     through unchanged.
     """
-    prefix = f"model.layers.{layer}."
-    input_norm, mlp_norm = architecture.norm_names(layer)
-    gains = {**dict.fromkeys(ATTENTION_INPUTS, input_norm), **dict.fromkeys(MLP_INPUTS, mlp_norm)}
+    prefix = architecture.layer_prefix(layer)
+    readers, writers = architecture.stream_readers(layer), architecture.stream_writers(layer)
     r1, r2 = rotation.r1, rotation.r2(layer)
     for name, tensor in tensors.items():
         linear, _, kind = name.removeprefix(prefix).rpartition(".")
         folded = tensor.double()
-        if name in (input_norm, mlp_norm):
+        if name in architecture.norm_names(layer):
             folded = torch.ones_like(folded)
-        elif linear in gains and kind == "weight":
-            folded = (folded * tensors[gains[linear]].double()) @ r1
-        elif linear in (ATTENTION_OUTPUT, MLP_OUTPUT):
+        elif linear in readers and kind == "weight":
+            folded = (folded * tensors[readers[linear]].double()) @ r1
+        elif linear in writers:
             # A weight's rows and a bias alike: both are outputs into the residual stream.
             folded = r1.T @ folded
         if linear == VALUE:

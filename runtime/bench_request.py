@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from bitnest_format.architecture import HEAD_MODULE
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.errors import GenerationError, UsageError
 from bitnest_format.runtime import engine
@@ -90,7 +89,7 @@ def storage_of(checkpoint: Checkpoint) -> Storage:
     return Storage(
         group_size=-1 if whole_rows else max(sizes),
         scale_bytes=scale.element_size(),
-        head="nested" if HEAD_MODULE in modules else "half",
+        head="nested" if checkpoint.architecture().head_module in modules else "half",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bitnest_format.architecture import LINEARS, Architecture
+from bitnest_format.architecture import Architecture
 
 StepView = Literal["half", "draft", "target"]
 HeadKind = Literal["half", "nested"]
@@ -71,12 +71,10 @@ def step_bytes(
 
 def linear_bytes(architecture: Architecture, storage: Storage, *, half: bool, planes: int = 2) -> int:
     """All linear layers but the head, in 16 bits or nested."""
-    shapes = [architecture.linear_shape(linear) for linear in LINEARS]
+    shapes = [shape for _, shape in architecture.modules()]
     if half:
-        layer = sum(HALF_BYTES * outputs * inputs for outputs, inputs in shapes)
-    else:
-        layer = sum(storage.matrix_bytes(outputs, inputs, planes) for outputs, inputs in shapes)
-    return architecture.layers * layer
+        return sum(HALF_BYTES * outputs * inputs for outputs, inputs in shapes)
+    return sum(storage.matrix_bytes(outputs, inputs, planes) for outputs, inputs in shapes)
 
 
 def head_bytes(architecture: Architecture, storage: Storage, *, half: bool, planes: int = 2) -> int:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import read_architecture
 from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError, UnsupportedModelError, UsageError
 from bitnest_format.kernels.ops import triton_ops
@@ -399,7 +398,7 @@ def _without_obstacles(choice: DeviceChoice, checkpoint: Checkpoint, *, named: b
 
     Raises `UnsupportedModelError` where the GPU was named.
     """
-    obstacles = gpu_obstacles(read_architecture(checkpoint.config), checkpoint)
+    obstacles = gpu_obstacles(checkpoint.architecture(), checkpoint)
     if not obstacles:
         return choice
     if named:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import ATTENTION_INPUTS, HEAD_MODULE, MLP_INPUTS, Architecture
+from bitnest_format.architecture import Architecture
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.manifest import Module
 from bitnest_format.runtime.byte_model import entry_bytes
@@ -42,7 +42,7 @@ def shape_obstacles(
     plain = [name for name in needed if name not in modules]
     if plain:
         found.append(f"{_listed(plain)}: not quantized; the GPU kernels take quantized linear layers only. {INSTEAD}")
-    used = {name: module for name, module in modules.items() if name in needed or name == HEAD_MODULE}
+    used = {name: module for name, module in modules.items() if name in needed or name == architecture.head_module}
     multiples = f"the GPU kernels take multiples of {INPUTS_STEP}. {INSTEAD}"
     for inputs, names in _by_value({name: module.shape[1] for name, module in used.items()}).items():
         if inputs % INPUTS_STEP:
@@ -154,9 +154,10 @@ def _context(need: MemoryNeed, free: int, capacities: Sequence[int]) -> int:
 def _joined(architecture: Architecture) -> list[list[str]]:
     """The linear layers that read the same input, by layer of the model."""
     return [
-        [f"model.layers.{layer}.{linear}" for linear in linears]
+        [f"{architecture.layer_prefix(layer)}{linear}" for linear in linears]
         for layer in range(architecture.layers)
-        for linears in (ATTENTION_INPUTS, MLP_INPUTS)
+        for linears in architecture.shared_inputs(layer)
+        if len(linears) > 1
     ]
 
 

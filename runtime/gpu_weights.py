@@ -10,20 +10,10 @@ import torch
 from torch import Tensor
 
 from bitnest_format import packing
-from bitnest_format.architecture import (
-    ATTENTION_INPUTS,
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_MODULE,
-    MLP_INPUTS,
-    MLP_OUTPUT,
-    Architecture,
-    read_architecture,
-)
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.checkpoint import Checkpoint, NestedWeight
 from bitnest_format.errors import UnsupportedModelError
+from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
 from bitnest_format.kernels.operands import AttentionShape, DualPlaneWeight, Rope, View, scale_pairs
 from bitnest_format.runtime.linear import join
 from bitnest_format.runtime.model import check_module, checked_tensor, has_nested_head
@@ -112,7 +102,7 @@ def load_weights(checkpoint: Checkpoint, view: Literal["draft", "target"], devic
     Raises `UnsupportedModelError` where a layer is not one nested product, which `gpu_limits.gpu_obstacles` tells
     before, and `CheckpointError` where a shape is not the one that config.json gives.
     """
-    architecture = read_architecture(checkpoint.config)
+    architecture = checkpoint.architecture()
     nested = checkpoint.manifest.modules
     shapes, module_shapes = architecture.tensors(), dict(architecture.modules(nested_head=True))
 
@@ -130,30 +120,30 @@ def load_weights(checkpoint: Checkpoint, view: Literal["draft", "target"], devic
         return checked_tensor(checkpoint, name, shapes[name]).to(device)
 
     def layer(number: int) -> NestedLayer:
-        prefix = f"model.layers.{number}"
+        prefix = architecture.layer_prefix(number)
         input_norm, mlp_norm = architecture.norm_names(number)
         return NestedLayer(
             shape=attention_shape(architecture, number),
             input_norm=tensor(input_norm).float(),
-            qkv=weight([f"{prefix}.{name}" for name in ATTENTION_INPUTS]),
+            qkv=weight([f"{prefix}{name}" for name in ATTENTION_INPUTS]),
             head_norm=_head_norm(architecture, [tensor(name) for name in architecture.head_norm_names(number)]),
-            o=weight([f"{prefix}.{ATTENTION_OUTPUT}"]),
+            o=weight([f"{prefix}{ATTENTION_OUTPUT}"]),
             mlp_norm=tensor(mlp_norm).float(),
-            gate_up=weight([f"{prefix}.{name}" for name in MLP_INPUTS], interleave=True),
-            down=weight([f"{prefix}.{MLP_OUTPUT}"]),
+            gate_up=weight([f"{prefix}{name}" for name in MLP_INPUTS], interleave=True),
+            down=weight([f"{prefix}{MLP_OUTPUT}"]),
         )
 
-    embedding = tensor(EMBEDDING)
+    embedding = tensor(architecture.embedding)
     head: Tensor | DualPlaneWeight
     if has_nested_head(checkpoint, architecture):
-        head = weight([HEAD_MODULE])
+        head = weight([architecture.head_module])
     else:
-        head = embedding if architecture.tied_embeddings else tensor(HEAD)
+        head = embedding if architecture.tied_embeddings else tensor(architecture.head)
     return GpuWeights(
         architecture=architecture,
         embedding=embedding,
         layers=[layer(number) for number in range(architecture.layers)],
-        final_norm=tensor(FINAL_NORM).float(),
+        final_norm=tensor(architecture.final_norm).float(),
         head=head,
         rope=RopeTable(checkpoint.config, architecture, device),
     )
@@ -325,7 +315,7 @@ def _head_norm(architecture: Architecture, gains: Sequence[Tensor]) -> Tensor | 
 
 def _norms(sizes: Architecture, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Gains of one for a layer's norms and, where there are such, its head norms."""
-    heads = torch.ones(sizes.heads + sizes.kv_heads, sizes.head_dim, device=device) if sizes.head_norms else None
+    heads = torch.ones(sizes.heads + sizes.kv_heads, sizes.head_dim, device=device) if sizes.family.head_norms else None
     return torch.ones(sizes.hidden_size, device=device), heads
 
 

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT, Architecture
+from bitnest_format.architecture import Architecture
+from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
 from bitnest_format.kernels.operands import (
     Activations,
     AttentionShape,
@@ -209,7 +210,7 @@ def _attention_places(
 
 def _head_gains(sizes: Architecture, device: torch.device) -> Tensor | None:
     """Gains of query and key heads, where the model has them."""
-    if not sizes.head_norms:
+    if not sizes.family.head_norms:
         return None
     return torch.ones(sizes.heads + sizes.kv_heads, sizes.head_dim, dtype=torch.float32, device=device)
 

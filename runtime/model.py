@@ -10,20 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import (
-    ATTENTION_INPUTS,
-    ATTENTION_OUTPUT,
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_MODULE,
-    MLP_INPUTS,
-    MLP_OUTPUT,
-    Architecture,
-    read_architecture,
-)
+from bitnest_format.architecture import Architecture
 from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError
+from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
 from bitnest_format.kernels.reference import DECODE_ROWS, apply_rope, lm_head, rms_norm, silu_mul
 from bitnest_format.kernels.reference_attention import attention
 from bitnest_format.kernels.reference_linear import View, code_type
@@ -76,7 +66,7 @@ class Decoder:
         unpack: Unpack = "auto",
         device: torch.device | str = "cpu",
     ):
-        self.architecture = read_architecture(checkpoint.config)
+        self.architecture = checkpoint.architecture()
         self.views = views
         self.device = torch.device(device)
         self._checkpoint = checkpoint
@@ -84,10 +74,11 @@ class Decoder:
         self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
         self.rope = RopeTable(checkpoint.config, self.architecture, self.device)
         self.head, self.head_bytes = self._load_head()
-        tied = self.architecture.tied_embeddings
-        self.embedding = self.head if tied and isinstance(self.head, Tensor) else self._tensor(EMBEDDING)
-        self.final_norm = self._tensor(FINAL_NORM).float()
-        self.layers = [self._load_layer(layer) for layer in range(self.architecture.layers)]
+        names = self.architecture
+        head = self.head if names.tied_embeddings else None
+        self.embedding = head if isinstance(head, Tensor) else self._tensor(names.embedding)
+        self.final_norm = self._tensor(names.final_norm).float()
+        self.layers = [self._load_layer(layer) for layer in range(names.layers)]
         self.view_bytes = {view: self._view_bytes(view) for view in views}
         self.product_bytes = max(linear.product_bytes for linear in self._linears())
 
@@ -162,16 +153,17 @@ class Decoder:
 
     def _load_head(self) -> tuple[Tensor | StackedLinear, dict[View, int]]:
         """The head, and the bytes that a pass of each view reads of it as stored."""
+        architecture = self.architecture
         if self.nested_head:
-            head = self._stacked({HEAD_MODULE: self.architecture.head_shape})
+            head = self._stacked({architecture.head_module: architecture.head_shape})
             return head, head.plane_bytes
-        stored = self._tensor(EMBEDDING if self.architecture.tied_embeddings else HEAD)
+        stored = self._tensor(architecture.embedding if architecture.tied_embeddings else architecture.head)
         weight = stored.float() if self.unpack == "load" else stored
         return weight, dict.fromkeys(self.views, stored.nbytes)
 
     def _load_layer(self, number: int) -> Layer:
-        prefix = f"model.layers.{number}"
         architecture = self.architecture
+        prefix = architecture.layer_prefix(number)
         input_norm, mlp_norm = architecture.norm_names(number)
         return Layer(
             input_norm=self._tensor(input_norm).float(),
@@ -192,7 +184,7 @@ class Decoder:
         return torch.cat((query.expand(self.architecture.heads, -1), key.expand(self.architecture.kv_heads, -1)))
 
     def _linear(self, prefix: str, linears: tuple[str, ...]) -> StackedLinear:
-        return self._stacked({f"{prefix}.{linear}": self.architecture.linear_shape(linear) for linear in linears})
+        return self._stacked({f"{prefix}{linear}": self.architecture.linear_shape(linear) for linear in linears})
 
     def _stacked(self, shapes: Mapping[str, tuple[int, int]]) -> StackedLinear:
         """Linear layers that read the same input, by name, with the shapes that config.json gives them."""
@@ -216,11 +208,11 @@ class Decoder:
 
 def has_nested_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
     """Whether the manifest lists the head. Raises `CheckpointError` where the config ties it to the embedding."""
-    nested = HEAD_MODULE in checkpoint.manifest.modules
+    nested = architecture.head_module in checkpoint.manifest.modules
     if nested and architecture.tied_embeddings:
         raise CheckpointError(
-            f"{CONFIG_FILE}: tie_word_embeddings is true, but {MANIFEST_FILE} lists the module {HEAD_MODULE}; "
-            "set it to false"
+            f"{CONFIG_FILE}: tie_word_embeddings is true, but {MANIFEST_FILE} lists the module "
+            f"{architecture.head_module}; set it to false"
         )
     return nested
 

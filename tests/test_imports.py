@@ -16,7 +16,7 @@ SIBLINGS = ("spec", "converters", "runtime", "kernels")
 
 # A unit is a sibling folder, or a module of bitnest_format/ ("" is its __init__). The table is the import
 # direction of the design: a unit may import the units listed for it and nothing else of this package.
-CORE = {"", "errors", "spec", "architecture", "nesting", "packing", "manifest", "shards", "checkpoint"}
+CORE = {"", "errors", "spec", "families", "architecture", "nesting", "packing", "manifest", "shards", "checkpoint"}
 MAY_IMPORT = {
     "": {"api"},
     "__main__": {"cli"},
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "spec": {"errors"},
     "nesting": set(),
     "packing": set(),
-    "architecture": {"errors"},
+    "families": set(),
+    "architecture": {"errors", "families"},
     "manifest": {"errors", "spec"},
     "shards": {"errors"},
     "checkpoint": CORE - {""},

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bitnest_format import nesting, shards
-from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, read_architecture
+from bitnest_format.architecture import read_architecture
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.converters import pipeline, work_folder
 from bitnest_format.converters.options import ConvertOptions
@@ -28,6 +28,8 @@ from bitnest_format.converters.rotation import make_rotation, rotate_head, rotat
 from bitnest_format.converters.sources import open_source
 from bitnest_format.errors import BitnestError, SourceError
 from bitnest_format.validation import validate
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 Models = Callable[..., tuple[dict[str, Any], dict[str, Tensor]]]
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitnest_format.architecture import EMBEDDING, FINAL_NORM, HEAD, Architecture, read_architecture
+from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.converters import rotation as rotations
 from bitnest_format.errors import SourceError
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 SIZES_WITH_HADAMARD = (1, 2, 4, 12, 20, 28, 36, 64, 76, 256, 576, 896, 1536, 2560, 3584, 4096, 5120)
 
