@@ -94,6 +94,68 @@ def card_text(
     return f"---\n{front}---\n{before}{BEGIN}\n{body}\n{END}{after}"
 
 
+def export_card(
+    manifest: Manifest,
+    *,
+    title: str,
+    format_name: str,
+    view: str,
+    origin: tuple[str | None, str | None] = (None, None),
+    notes: Sequence[str] = (),
+) -> str:
+    """The `README.md` of a view that was exported to another format.
+
+    title: its heading. format_name: as `bitnest-format export --format` names it. origin: repository id and commit of
+    the nested checkpoint, where it came from the Hub. notes: what the export had to say.
+    """
+    name = manifest.source.get("name")
+    data: dict[str, Any] = {"base_model": name, "base_model_relation": "quantized"} if _is_repo_id(name) else {}
+    data |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    data |= _license(manifest.source.get("license"), {})
+    bits = "4-bit" if view == "draft" else "8-bit"
+    data["tags"] = [bits, format_name.partition("-w")[0].removesuffix("-v2"), "bitnest", f"arxiv:{PAPER}"]
+    front = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
+    return f"---\n{front}---\n\n{_export_body(manifest, title, format_name, view, bits, origin, notes)}\n"
+
+
+def _export_body(
+    manifest: Manifest,
+    title: str,
+    format_name: str,
+    view: str,
+    bits: str,
+    origin: tuple[str | None, str | None],
+    notes: Sequence[str],
+) -> str:
+    repo_id, revision = origin
+    name = manifest.source.get("name")
+    of = f" of [{_plain(name)}](https://huggingface.co/{name})" if _is_repo_id(name) else ""
+    nested = f"[{_plain(repo_id)}](https://huggingface.co/{repo_id})" if _is_repo_id(repo_id) else "a local folder"
+    groups = sorted({module.group_size for module in manifest.modules.values()})
+    rotation = manifest.rotation
+    rows = [
+        ("exported from", nested + (f" at {_plain(revision)}" if revision else "")),
+        ("view", f"{view}, {bits} weights"),
+        ("format", _plain(format_name)),
+        ("group sizes", ", ".join(map(str, groups))),
+        ("rotation", _plain(f"{rotation['kind']}, folded into the weights") if rotation else "none"),
+    ]
+    lines = [
+        f"# {_plain(title)}\n",
+        f"The {view} view of a nested 4/8-bit checkpoint{of}, exported by `bitnest-format`.",
+        f"It is an ordinary {bits} model; the nested checkpoint holds both views and decodes speculatively from them",
+        f"([BitNest](https://arxiv.org/abs/{PAPER})).\n",
+        "| | |\n|---|---|",
+        *(f"| {label} | {value} |" for label, value in rows),
+        "",
+    ]
+    if rotation:
+        lines.append("- Weights are rotated: the model is the same function, but adapters of the source do not fit it.")
+    lines += [f"- {_plain(note)}." for note in notes]
+    lines.append("- Quantization changes what a model writes. The limits and the licence of the source model apply.")
+    return "\n".join(lines)
+
+
 def read_evaluation(data: Any) -> list[dict[str, Any]]:
     """The rows of an `evaluation.json`: what `benchmarks/evaluation.py evaluate --json` writes.
 

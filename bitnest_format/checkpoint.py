@@ -28,6 +28,7 @@ from bitnest_format.shards import (
     inside,
     read_header,
     read_json,
+    split_by_size,
     write_json,
     write_shard,
 )
@@ -143,10 +144,10 @@ class Checkpoint:
         words = (outputs, inputs // packing.CODES_PER_WORD)
         weight = NestedWeight(
             base=self._tensor(entry.base.name, (torch.int32,), words),
-            scale=self._tensor(entry.scale.name, (torch.float16, torch.float32), (outputs, entry.groups)),
+            scale=self.scale(module),
             refinement=self._tensor(refinement.name, (torch.int32,), words) if refinement else None,
             bias=self._tensor(entry.bias, BIAS_TYPES, (outputs,)) if entry.bias else None,
-            permutation=self._tensor(entry.permutation, (torch.int32,), (inputs,)) if entry.permutation else None,
+            permutation=self.permutation(module),
         )
         if weight.refinement is not None and packing.any_forbidden_pair(weight.base, weight.refinement):
             raise CheckpointError(
@@ -154,6 +155,17 @@ class Checkpoint:
                 "Run 'bitnest-format validate' for the place."
             )
         return weight
+
+    def scale(self, module: str) -> Tensor:
+        """The scale of one quantized module, float16 or float32 `[O, G]`. Raises as `weight` does."""
+        entry = self.module(module)
+        return self._tensor(entry.scale.name, (torch.float16, torch.float32), (entry.shape[0], entry.groups))
+
+    def permutation(self, module: str) -> Tensor | None:
+        """The input permutation of one quantized module, int32 `[I]`, if it has one. Raises as `weight` does."""
+        entry = self.module(module)
+        name = entry.permutation
+        return self._tensor(name, (torch.int32,), (entry.shape[1],)) if name else None
 
     def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
         tensor = self.tensor(name)
@@ -245,7 +257,7 @@ class CheckpointWriter:
         return complete
 
     def _write_family(self, plane: str, tensors: Mapping[str, Pending], files: dict[str, FileRecord]) -> dict[str, str]:
-        shards = _split(tensors, self.shard_bytes)
+        shards = split_by_size(tensors, self.shard_bytes)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file_name = f"bitnest-{plane}-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -271,19 +283,6 @@ def count_parameters(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) 
     """
     nested = sum(module.shape[0] * module.shape[1] for module in manifest.modules.values())
     return nested + sum(math.prod(shapes[name]) for name in manifest.unquantized if name in shapes)
-
-
-def _split(tensors: Mapping[str, Pending], limit: int) -> list[list[str]]:
-    """Names in order, cut into runs of at most `limit` bytes; a larger tensor stands alone."""
-    shards: list[list[str]] = []
-    filled = limit
-    for name, tensor in tensors.items():
-        if filled + tensor.size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += tensor.size
-    return shards
 
 
 def checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,12 +23,15 @@ from bitnest_format import __version__
 from bitnest_format.errors import BitnestError, UsageError
 
 if TYPE_CHECKING:
+    from bitnest_format.converters.export import ExportResult
     from bitnest_format.hub import Location
     from bitnest_format.pull import PullView
     from bitnest_format.runtime.generate import Generation, OpenView
     from bitnest_format.runtime.model import Unpack
     from bitnest_format.shards import Files
 
+# The rows of converters.export_formats.FORMATS, whose import would cost --help a second.
+EXPORT_FORMATS = ("compressed-tensors-w4", "compressed-tensors-w8", "gptq", "gptq-v2", "hf")
 DEBUG_VARIABLE = "BITNEST_DEBUG"
 INTERRUPTED_STATUS = 130
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -413,6 +416,61 @@ def pull(
     click.echo(_json(found) if as_json else located.path)
 
 
+@main.command(epilog=example("bitnest-format export ./SmolLM2-BitNest ./SmolLM2-W4A16 --format compressed-tensors-w4"))
+@click.argument("checkpoint")
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--format", type=click.Choice(EXPORT_FORMATS), required=True, help="What to write.")
+@click.option(
+    "--view",
+    type=click.Choice(["draft", "target"]),
+    show_default="w4, gptq: draft; w8, hf: target",
+    help="The 4-bit draft or the 8-bit target; gptq and hf can hold either.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32"]),
+    show_default="as in config.json",
+    help="With --format hf: the type of dequantized weights.",
+)
+@click.option(
+    "--activations",
+    type=click.Choice(["none", "int8"]),
+    default="none",
+    help="With compressed-tensors: have its readers quantize inputs to INT8 per token, as nested decoding does.",
+)
+@click.option("--max-shard-size", "shard_bytes", type=Size(), show_default="5GB", help="Largest shard.")
+@revision_option
+@json_option
+@click.pass_context
+def export(
+    ctx: click.Context, /, checkpoint: str, output: Path, revision: str | None, as_json: bool, **options: Any
+) -> None:
+    """Write one view of the nested CHECKPOINT to OUTPUT in a format that other programs read.
+
+    compressed-tensors-w4 stores the base planes as they are; gptq and gptq-v2 differ in how zero points are stored; hf
+    is dequantized. OUTPUT is a new folder. Of a repository only the planes that are needed are downloaded.
+    """
+    from bitnest_format import hub
+    from bitnest_format.converters.export import export as run_export
+    from bitnest_format.converters.export_options import ExportOptions
+    from bitnest_format.progress import StageProgress
+    from bitnest_format.pull import verify
+
+    chosen = ExportOptions(**{name: value for name, value in options.items() if _was_given(ctx, name)})
+    draft = chosen.chosen_view == "draft"
+    located = hub.locate(checkpoint, revision=revision, patterns=hub.DRAFT_FILES if draft else hub.CHECKPOINT_FILES)
+    _note(located)
+    if located.repo_id is not None:
+        verify(located.path, located.repo_id, view="draft" if draft else "nested")
+    with StageProgress() as progress:
+        result = run_export(
+            located.path, output, chosen, repo_id=located.repo_id, revision=located.revision, progress=progress
+        )
+    for note in result.notes:
+        click.echo(f"Note: {note}", err=True)
+    click.echo(_json(result.to_dict()) if as_json else _export_text(result))
+
+
 @main.command(epilog=example('bitnest-format generate ./SmolLM2-BitNest --stats --prompt "Why do birds build nests?"'))
 @click.argument("checkpoint")
 @click.option("--prompt", metavar="TEXT", help="The text to continue or to answer.")
@@ -675,6 +733,19 @@ def _conversion_text(summary: dict[str, Any]) -> str:
         if summary[name] is not None:
             lines.append(f"  {label}: {summary[name]:.2%}")
     lines.append(f"  time: {summary['seconds']:.0f} s")
+    return "\n".join(lines)
+
+
+def _export_text(result: ExportResult) -> str:
+    lines = [f"{result.folder}: {result.view} view as {result.format}, {result.bytes:,} bytes"]
+    if result.planes_equal:
+        lines.append(f"  {result.planes_equal} of {result.modules} base planes stored byte for byte")
+    if result.rounding:
+        changed = "weights" if result.format == "hf" else "scales"
+        largest = f"largest {result.largest_rounding:.1e}"
+        lines.append(f"  {changed} rounded: relative norm of the change {result.rounding:.1e}, {largest}")
+    else:
+        lines.append("  nothing was rounded")
     return "\n".join(lines)
 
 

@@ -322,6 +322,19 @@ def _file_chunks(path: Path, entry: TensorEntry) -> Iterator[bytes]:
             yield chunk
 
 
+def split_by_size(tensors: Mapping[str, Pending], limit: int) -> list[list[str]]:
+    """Names in order, cut into runs of at most `limit` bytes; a larger tensor stands alone."""
+    shards: list[list[str]] = []
+    filled = limit
+    for name, tensor in tensors.items():
+        if filled + tensor.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.size
+    return shards
+
+
 def write_shard(path: Path, tensors: Mapping[str, Pending], metadata: Mapping[str, str]) -> tuple[int, str]:
     """Write one safetensors file in the given order; returns its size in bytes and its SHA-256.
 

@@ -85,7 +85,7 @@ def preflight(source: Source, architecture: Architecture, options: ConvertOption
         *_tensor_problems(source, architecture),
         *_group_problems(architecture, options),
         *_option_problems(architecture, options),
-        *_output_problems(source, output),
+        *output_problems(source.location, output),
     ]
     inspection = source.inspect()
     plan = _plan(source, architecture, options, inspection.fingerprint)
@@ -287,7 +287,8 @@ def _option_problems(architecture: Architecture, options: ConvertOptions) -> Ite
         yield f"--device {options.device}: cannot be used ({str(error).splitlines()[0]})"
 
 
-def _output_problems(source: Source, output: Path) -> Iterator[str]:
+def output_problems(source: Path, output: Path) -> Iterator[str]:
+    """Why a new folder `output` cannot be made; `source` is what is read, and nothing is written inside it."""
     absolute = output.absolute()
     try:
         occupied = output.is_dir() and any(output.iterdir())
@@ -298,10 +299,10 @@ def _output_problems(source: Source, output: Path) -> Iterator[str]:
         yield f"{output}: exists and is not empty; nothing in it is overwritten. Give another folder, or empty it."
     elif output.exists() and not output.is_dir():
         yield f"{output}: is a file, expected a folder that does not exist yet"
-    where = source.location.resolve()
+    where = source.resolve()
     if absolute.resolve().is_relative_to(where):
-        yield f"{output}: lies inside the source {source.location}; give a folder outside of it"
-    parent = _existing_parent(absolute)
+        yield f"{output}: lies inside the source {source}; give a folder outside of it"
+    parent = existing_parent(absolute)
     if not parent.is_dir():
         yield f"{output}: {parent} is a file, expected a folder"
     elif not os.access(parent, os.W_OK | os.X_OK):
@@ -310,7 +311,7 @@ def _output_problems(source: Source, output: Path) -> Iterator[str]:
 
 def _space_problems(plan: Plan, output: Path) -> Iterator[str]:
     """Free space against the estimate; what an earlier run left in its work folder is used again or deleted."""
-    parent = _existing_parent(output.absolute())
+    parent = existing_parent(output.absolute())
     reusable = sum(path.stat().st_size for path in WorkFolder.beside(output).folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(parent).free
     if free + reusable < plan.work_bytes:
@@ -320,7 +321,7 @@ def _space_problems(plan: Plan, output: Path) -> Iterator[str]:
         )
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     """The closest folder above `path` that exists."""
     return next(parent for parent in path.parents if parent.exists())
 

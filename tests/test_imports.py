@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "pull": {"", "errors", "manifest", "shards", "checkpoint", "hub"},
     "remote": {"", "errors", "shards", "hub"},
     "kernels": {"errors", "nesting", "packing"},
-    "converters": CORE,
+    "converters": CORE | {"card"},
     "runtime": CORE | {"kernels"},
     "api": CORE | {"hub", "pull", "runtime"},
 }
@@ -191,7 +191,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_loads_nothing_heavy():
-    for command in ("", "convert", "validate", "inspect", "push", "pull", "generate", "bench"):
+    for command in ("", "convert", "validate", "inspect", "push", "pull", "export", "generate", "bench"):
         arguments = [command, "--help"] if command else ["--help"]
         code = f"from bitnest_format.cli import main; main({arguments!r}, standalone_mode=False)"
         assert loaded_by(code) & HEAVY == set(), command
