@@ -35,9 +35,6 @@ from torch import Tensor
 from bitnest_format import nesting
 from bitnest_format.kernels.launch import features
 from bitnest_format.kernels.operands import (
-    LONG_SPLIT,
-    SHORT_SPLIT,
-    SHORT_SPLITS,
     AttentionShape,
     KvPlanes,
     Partials,
@@ -58,14 +55,13 @@ NARROW_REGISTERS = 168
 # Splits that the merge reads at a step.
 MERGED_SPLITS = 16
 # Warps of a program that merges one head of a token: more wait longer for each other.
-MERGING_WARPS = 2
+MERGING_WARPS = 1
 # Tokens that a program encodes, and entries that one decodes.
 STORED_TOKENS = 16
 LOADED_ENTRIES = 64
 
-_SHORT_SPLITS = tl.constexpr(SHORT_SPLITS)
-_SHORT_SPLIT = tl.constexpr(SHORT_SPLIT)
-_LONG_SPLIT = tl.constexpr(LONG_SPLIT)
+# Entries that all warps read at a step of the wider walk: where a walk may start, and what is fetched ahead of it.
+_BLOCK = tl.constexpr(WARPS * 2 * NESTED_ENTRIES)
 _WARPS = tl.constexpr(WARPS)
 _SMALLEST_SCALE = tl.constexpr(nesting.SMALLEST_SCALE[torch.float32])
 _BASE_MAX = tl.constexpr(float(nesting.BASE_MAX))
@@ -115,6 +111,7 @@ def attend(
         kv_switch,
         kv_recent,
         **_shape_constants(shape),
+        **_split_constants(shape),
         EPSILON=shape.norm_epsilon,
         ROWS=rows,
         TOKENS=tokens,
@@ -157,6 +154,7 @@ def attend_half(
         partials.peak.shape[2],
         offset,
         **_shape_constants(shape),
+        **_split_constants(shape),
         EPSILON=shape.norm_epsilon,
         ROWS=rows,
         TOKENS=tokens,
@@ -244,6 +242,10 @@ def _cache_arguments(cache: KvPlanes) -> tuple[Any, ...]:
     return units, cache.scale, *units.stride()[:3], *cache.scale.stride()[:2]
 
 
+def _split_constants(shape: AttentionShape) -> dict[str, Any]:
+    return {"SHORTS": shape.splits.shorts, "SHORT": shape.splits.short, "LONG": shape.splits.long}
+
+
 def _shape_constants(shape: AttentionShape) -> dict[str, Any]:
     return {
         "HEADS": shape.heads,
@@ -275,6 +277,7 @@ def _combine(partials: Partials, position: Tensor, offset: int, shape: Attention
         offset,
         out,
         **_merge_constants(shape),
+        **_split_constants(shape),
         **_launch(out, MERGING_WARPS),
     )
 
@@ -312,6 +315,9 @@ def _attend_kernel(
     D: tl.constexpr,
     UNITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHORTS: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
     EPSILON: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -330,12 +336,12 @@ def _attend_kernel(
     token = tl.program_id(1) * TOKENS
     p_units += kv_head.to(tl.int64) * head_stride
     p_scale += kv_head.to(tl.int64) * scale_head_stride
-    start, stop = _split_bounds(split)
+    start, stop = _split_bounds(split, SHORTS, SHORT, LONG)
     if PDL and ASM:
         # Whatever the position is by now, it is near enough to bring a split's first entries into the L2 cache.
         near = tl.load(p_position, cache_modifier=".cg") + offset
         if (start <= near) & (token == 0):
-            coarse = DRAFT and (near >= kv_switch) & (start + _SHORT_SPLIT <= near - kv_recent)
+            coarse = DRAFT and (near >= kv_switch) & (start + _BLOCK <= near - kv_recent)
             _prefetch(
                 p_units, p_scale, plane_stride, kind_stride, scale_kind_stride, start, near, 1 if coarse else 2, D
             )
@@ -345,7 +351,7 @@ def _attend_kernel(
     end = position + tl.minimum(token + TOKENS, ROWS)
     first = _first_seen(position + token, WINDOW)
     stop = tl.minimum(stop, end)
-    start = tl.maximum(start, first // _SHORT_SPLIT * _SHORT_SPLIT)
+    start = tl.maximum(start, first // _BLOCK * _BLOCK)
     if start >= stop:
         return
 
@@ -455,7 +461,7 @@ def _attend_kernel(
         low, high_half = tl.split(total)
         total = low + high_half
         o_first = tl.maximum(o_first, fine_from)
-        fine_start = tl.maximum(start, fine_from // _SHORT_SPLIT * _SHORT_SPLIT)
+        fine_start = tl.maximum(start, fine_from // _BLOCK * _BLOCK)
         fine_start = tl.where(fine_from < stop, fine_start, stop)
     zero = _zero(q0, q1, q2, q3, _COMPOSED_ZERO, ENTRIES, UNITS)
     for block in tl.range(fine_start, stop, _WARPS * ENTRIES, num_stages=STAGES):
@@ -519,7 +525,7 @@ def _prefetch(
     D: tl.constexpr,
 ):
     """Fetch the first entries of a split, none after `last`, into the L2 cache: nothing depends on it."""
-    o_entry = tl.minimum(start + tl.arange(0, _SHORT_SPLIT), last)[None, :]
+    o_entry = tl.minimum(start + tl.arange(0, _BLOCK), last)[None, :]
     o_kind = tl.arange(0, 2)[:, None]
     p_entry = p_units + o_kind * kind_stride + o_entry * (D // 4)
     _prefetch_lines(p_scale + o_kind * scale_kind_stride + o_entry)
@@ -896,18 +902,17 @@ def _finite(peak):
 
 
 @triton.jit
-def _split_bounds(split):
-    """The first entry of a split and of the next."""
-    long = tl.maximum(split - _SHORT_SPLITS, 0)
-    start = tl.minimum(split, _SHORT_SPLITS) * _SHORT_SPLIT + long * _LONG_SPLIT
-    return start, start + tl.where(split < _SHORT_SPLITS, _SHORT_SPLIT, _LONG_SPLIT)
+def _split_bounds(split, SHORTS: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr):
+    """`Splits.start` of a split and of the next."""
+    start = tl.minimum(split, SHORTS) * SHORT + tl.maximum(split - SHORTS, 0) * LONG
+    return start, start + tl.where(split < SHORTS, SHORT, LONG)
 
 
 @triton.jit
-def _split_of(entry):
+def _split_of(entry, SHORTS: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr):
     """The split that holds an entry."""
-    short = entry // _SHORT_SPLIT
-    return tl.where(short < _SHORT_SPLITS, short, _SHORT_SPLITS + (entry - _SHORT_SPLITS * _SHORT_SPLIT) // _LONG_SPLIT)
+    short = entry // SHORT
+    return tl.where(short < SHORTS, short, SHORTS + (entry - SHORTS * SHORT) // LONG)
 
 
 @triton.jit
@@ -939,6 +944,9 @@ def _attend_half_kernel(
     D: tl.constexpr,
     UNITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHORTS: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
     EPSILON: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -955,19 +963,21 @@ def _attend_half_kernel(
     token = tl.program_id(1) * TOKENS
     p_keys += kv_head.to(tl.int64) * head_stride
     p_values += kv_head.to(tl.int64) * head_stride
-    start, stop = _split_bounds(split)
+    start, stop = _split_bounds(split, SHORTS, SHORT, LONG)
     if PDL and ASM:
         near = tl.load(p_position, cache_modifier=".cg") + offset
         if (start <= near) & (token == 0):
-            o_near = tl.minimum(start + tl.arange(0, _SHORT_SPLIT), near)[:, None] * D
+            o_near = tl.minimum(start + tl.arange(0, _BLOCK), near)[:, None] * D
             # A line holds 64 elements.
             o_line = tl.arange(0, triton.cdiv(4 * UNITS, 64))[None, :] * 64
             _prefetch_lines(p_keys + o_near + o_line)
             _prefetch_lines(p_values + o_near + o_line)
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset
-    stop = tl.minimum(stop, position + tl.minimum(token + TOKENS, ROWS))
-    start = tl.maximum(start, _first_seen(position + token, WINDOW) // _SHORT_SPLIT * _SHORT_SPLIT)
+    end = position + tl.minimum(token + TOKENS, ROWS)
+    first = _first_seen(position + token, WINDOW)
+    stop = tl.minimum(stop, end)
+    start = tl.maximum(start, first // _BLOCK * _BLOCK)
     if start >= stop:
         return
 
@@ -1041,8 +1051,8 @@ def _attend_half_kernel(
     p_partial = (o_token * HEADS + head).to(tl.int64) * splits + split
     tl.store(p_peak + p_partial, tl.reshape(top, (COLUMNS,)), mask=m_column)
     tl.store(p_total + p_partial, total, mask=m_column)
-    p_out = p_accumulator + (p_partial * D)[None, :] + o_element[:, None]
-    tl.store(p_out, _sum_warps(accumulator * share), mask=m_query)
+    p_parts = p_accumulator + (p_partial * D)[None, :] + o_element[:, None]
+    tl.store(p_parts, _sum_warps(accumulator * share), mask=m_query)
 
 
 @triton.jit
@@ -1073,6 +1083,9 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHORTS: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -1082,7 +1095,9 @@ def _combine_kernel(
     wait_for_inputs(PDL)
     position = tl.load(p_position) + offset + row
     p_row = (row * HEADS + head).to(tl.int64)
-    merged = _merge(p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW, ASM)
+    merged = _merge(
+        p_accumulator, p_peak, p_total, p_row * splits, position, D, BLOCK, SPLITS, WINDOW, SHORTS, SHORT, LONG, ASM
+    )
     o_element = tl.arange(0, BLOCK)
     tl.store(p_out + p_row * D + o_element, merged.to(p_out.dtype.element_ty), mask=o_element < D)
 
@@ -1098,11 +1113,14 @@ def _merge(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHORTS: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One head of the token at `position` from its splits, in their order: float32 `[BLOCK]`."""
-    first = _split_of(_first_seen(position, WINDOW))
-    last = _split_of(position)
+    first = _split_of(_first_seen(position, WINDOW), SHORTS, SHORT, LONG)
+    last = _split_of(position, SHORTS, SHORT, LONG)
     o_element = tl.arange(0, BLOCK)
     peak = position * 0 + float("-inf")
     total = position * 0.0

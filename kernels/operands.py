@@ -130,23 +130,38 @@ class Best:
     index: Tensor
 
 
-# Attention walks the cache in splits, one program each. Where a split starts depends on nothing but its number, so a
-# token's sums are the same for any length, capacity and number of rows. The first splits are short, so that a short
-# context already occupies the device; later ones are longer, so that a long context needs few partial results.
-SHORT_SPLITS = 16
-SHORT_SPLIT = 128
-LONG_SPLIT = 512
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How attention cuts the cache, one program to a split: `shorts` splits of `short` entries, then those of `long`.
+
+    Where a split starts depends on nothing but its number, so a token's sums are the same for any length, capacity and
+    number of rows. The first splits are short, so that a short context already occupies the device; later ones are
+    longer, because each program has a start and an end to pay for. Lengths are multiples of 128, what a program of four
+    warps reads at a step.
+    """
+
+    shorts: int
+    short: int
+    long: int
+
+    def start(self, split: int) -> int:
+        """The first entry of a split."""
+        return self.short * min(split, self.shorts) + self.long * max(0, split - self.shorts)
+
+    def count(self, length: int) -> int:
+        """How many splits hold the first `length` entries."""
+        shorts = min(self.shorts, -(-length // self.short))
+        return shorts + max(0, -(-(length - self.shorts * self.short) // self.long))
 
 
-def split_start(split: int) -> int:
-    """The first entry of a split of the cache."""
-    return SHORT_SPLIT * min(split, SHORT_SPLITS) + LONG_SPLIT * max(0, split - SHORT_SPLITS)
+def best_splits(kv_heads: int) -> Splits:
+    """The cut for so many KV heads: the fewer they are, the more splits it takes to occupy a device.
 
-
-def splits_of(length: int) -> int:
-    """How many splits hold the first `length` entries."""
-    short = min(SHORT_SPLITS, -(-length // SHORT_SPLIT))
-    return short + max(0, -(-(length - SHORT_SPLITS * SHORT_SPLIT) // LONG_SPLIT))
+    Measured by `benchmarks/gpu_attention.py`.
+    """
+    return Splits(
+        shorts=8 if kv_heads >= 8 else 16, short=256 if kv_heads >= 8 else 128, long=1280 if kv_heads > 8 else 512
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +169,7 @@ class AttentionShape:
     """`heads` query heads share `kv_heads` KV heads, groups of neighbours each; all have `head_dim` elements.
 
     A token sees itself and the `window - 1` entries before it, all of them where `window` is None. `norm_epsilon`
-    belongs to the norms of query and key heads, where a model has them.
+    belongs to the norms of query and key heads, where a model has them. `cut`: other splits than those measured best.
     Raises `ValueError` for sizes that attention cannot walk.
     """
 
@@ -163,12 +178,18 @@ class AttentionShape:
     head_dim: int
     window: int | None = None
     norm_epsilon: float = 1e-6
+    cut: Splits | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} KV heads")
         if self.head_dim % 4 or not 0 < self.head_dim <= 256:
             raise ValueError(f"head size {self.head_dim} is not a multiple of 4 up to 256")
+
+    @property
+    def splits(self) -> Splits:
+        """How attention cuts the cache."""
+        return self.cut or best_splits(self.kv_heads)
 
     @property
     def group(self) -> int:
@@ -198,7 +219,7 @@ class Partials:
     @classmethod
     def empty(cls, rows: int, shape: AttentionShape, capacity: int, device: torch.device | str = "cpu") -> Partials:
         """Room for `rows` rows over a cache of `capacity` entries."""
-        places = (rows, shape.heads, splits_of(capacity))
+        places = (rows, shape.heads, shape.splits.count(capacity))
         return cls(
             accumulator=torch.empty(*places, shape.head_dim, dtype=torch.float32, device=device),
             peak=torch.empty(places, dtype=torch.float32, device=device),

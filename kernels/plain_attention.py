@@ -17,8 +17,6 @@ from bitnest_format.kernels.operands import (
     KvPlanes,
     Partials,
     Rope,
-    split_start,
-    splits_of,
 )
 from bitnest_format.kernels.reference import apply_rope, constant, rms_norm
 from bitnest_format.kernels.reference_attention import kv_decode, kv_encode
@@ -184,7 +182,7 @@ def _attend(
     scaled = (queries * factor).half().float()
     for row, query in enumerate(scaled.unbind(0)):
         query = query.reshape(shape.kv_heads, shape.group, shape.head_dim)
-        for split, first, stop in _seen_splits(start + row, shape.window):
+        for split, first, stop in _seen_splits(start + row, shape):
             scores = torch.bmm(query, keys[:, first:stop].transpose(1, 2).contiguous())
             peak = scores.amax(dim=-1)
             weights = (scores - peak.unsqueeze(-1)).exp2()
@@ -195,7 +193,7 @@ def _attend(
 
 def _combine(partials: Partials, position: Tensor, offset: int, shape: AttentionShape, out: Tensor, rows: int) -> None:
     for row in range(rows):
-        splits = _seen_splits(int(position) + offset + row, shape.window)
+        splits = _seen_splits(int(position) + offset + row, shape)
         seen = slice(splits[0][0], splits[-1][0] + 1)
         peak = partials.peak[row, :, seen]
         share = (peak - peak.amax(dim=-1, keepdim=True)).exp2()
@@ -204,10 +202,11 @@ def _combine(partials: Partials, position: Tensor, offset: int, shape: Attention
         out[row] = merged.flatten()
 
 
-def _seen_splits(position: int, window: int | None) -> list[tuple[int, int, int]]:
+def _seen_splits(position: int, shape: AttentionShape) -> list[tuple[int, int, int]]:
     """The splits that the token at a position sees, and which of their entries: from the second to before the third."""
-    first = 0 if window is None else max(0, position + 1 - window)
+    first = 0 if shape.window is None else max(0, position + 1 - shape.window)
+    splits = shape.splits
     return [
-        (split, max(first, split_start(split)), min(position + 1, split_start(split + 1)))
-        for split in range(splits_of(first + 1) - 1, splits_of(position + 1))
+        (split, max(first, splits.start(split)), min(position + 1, splits.start(split + 1)))
+        for split in range(splits.count(first + 1) - 1, splits.count(position + 1))
     ]

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.errors import GenerationError
-from bitnest_format.kernels.operands import View, splits_of
+from bitnest_format.kernels.operands import View
 from bitnest_format.kernels.ops import Ops
 from bitnest_format.kernels.prefill_tiles import SCRATCH_WEIGHTS
 from bitnest_format.kernels.reference import DECODE_ROWS
@@ -24,7 +25,7 @@ from bitnest_format.runtime.engine import SLACK, Engine
 from bitnest_format.runtime.forward import DraftKv, NestedForward, Place
 from bitnest_format.runtime.gpu_limits import MemoryNeed, explain_out_of_memory, memory_needs
 from bitnest_format.runtime.gpu_loop import GpuLoop
-from bitnest_format.runtime.gpu_weights import load_weights
+from bitnest_format.runtime.gpu_weights import attention_shape, load_weights
 from bitnest_format.runtime.kv_cache import CAPACITY_STEP, KvSettings
 from bitnest_format.runtime.memory import available_bytes
 from bitnest_format.runtime.model import not_a_number
@@ -153,18 +154,18 @@ class GpuDecoder:
 
     def _check_memory(self, capacity: int) -> None:
         """Raise `GenerationError` where an engine cannot fit."""
-        if self._needs(capacity)[self._view].total(capacity) > self._free():
+        if self._needs()[self._view].total(capacity) > self._free():
             raise GenerationError(self._explanation(capacity))
 
     def _explanation(self, capacity: int, *, failed: bool = False) -> str:
-        needs, free = self._needs(capacity), self._free()
+        needs, free = self._needs(), self._free()
         if failed:
             # By the estimate it might fit; it did not.
             free = min(free, needs[self._view].total(capacity) - 1)
         return explain_out_of_memory(needs, self._view, capacity, free, self.device, self.capacities())
 
-    def _needs(self, capacity: int) -> dict[str, MemoryNeed]:
-        return memory_needs(self._checkpoint, self.architecture, workspace_bytes(self.architecture, capacity))
+    def _needs(self) -> dict[str, MemoryNeed]:
+        return memory_needs(self._checkpoint, self.architecture, partial(workspace_bytes, self.architecture))
 
     def _free(self) -> int:
         """Bytes that decoding may take, those of the weights included."""
@@ -182,7 +183,8 @@ def workspace_bytes(architecture: Architecture, capacity: int) -> int:
     projections = heads + 2 * sizes.kv_heads * sizes.head_dim
     prompt = rows * (4 * (hidden + projections + heads + 4 * intermediate) + 3 * heads + hidden + intermediate)
     decoded = 4 * capacity * sizes.kv_heads * sizes.head_dim
-    partials = 4 * DECODE_ROWS * splits_of(capacity + SLACK) * sizes.heads * (sizes.head_dim + 2)
+    splits = attention_shape(sizes, 0).splits.count(capacity + SLACK)
+    partials = 4 * DECODE_ROWS * splits * sizes.heads * (sizes.head_dim + 2)
     logits = 4 * 4 * DECODE_ROWS * sizes.vocab_size
     return RESERVE + 2 * SCRATCH_WEIGHTS + prompt + decoded + partials + logits
 

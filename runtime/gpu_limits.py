@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,24 +72,27 @@ def shape_obstacles(
 class MemoryNeed:
     """Bytes that decoding with one view takes on a device.
 
-    `weights`: planes, scales, head and embedding. `entry`: one cache entry of all layers. `workspace`: buffers that do
-    not grow with the text.
+    `weights`: planes, scales, head and embedding. `entry`: one cache entry of all layers. `workspace`: all
+    other buffers by the number of entries, with which they never shrink.
     """
 
     weights: int
     entry: int
-    workspace: int
+    workspace: Callable[[int], int]
 
     def total(self, entries: int) -> int:
         """Bytes with a cache of `entries` entries."""
-        return self.weights + self.workspace + entries * self.entry
+        return self.weights + self.workspace(entries) + entries * self.entry
 
     def entries_within(self, free: int) -> int:
         """The largest cache that fits into `free` bytes; 0 where not even the rest does."""
-        return max(0, (free - self.weights - self.workspace) // self.entry)
+        most = max(0, free - self.weights) // self.entry
+        return max(0, bisect_right(range(most + 1), free, key=self.total) - 1)
 
 
-def memory_needs(checkpoint: Checkpoint, architecture: Architecture, workspace: int) -> dict[str, MemoryNeed]:
+def memory_needs(
+    checkpoint: Checkpoint, architecture: Architecture, workspace: Callable[[int], int]
+) -> dict[str, MemoryNeed]:
     """What each view of a checkpoint takes, by the sizes of its files: `nested`, `target` and `draft`.
 
     Where the refinement is not there, `draft` alone.
@@ -121,9 +125,10 @@ def explain_out_of_memory(
     sizes that caches come in, any size where empty.
     """
     need = needs[view]
-    parts = f"{_gib(need.weights)} of weights, {_gib(entries * need.entry)} of cache for {entries} tokens"
+    cache, workspace = entries * need.entry, need.workspace(entries)
+    parts = f"{_gib(need.weights)} of weights, {_gib(cache)} of cache for {entries} tokens"
     return (
-        f"{device}: out of memory: decoding needs {_gib(need.total(entries))} ({parts} and {_gib(need.workspace)} of "
+        f"{device}: out of memory: decoding needs {_gib(need.total(entries))} ({parts} and {_gib(workspace)} of "
         f"workspace), and {_gib(free)} is free. {fit_advice(needs, view, entries, free, capacities)}"
     )
 

@@ -60,9 +60,9 @@ class MadeOnGpu(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def kernel_device() -> Iterator[str]:
-    """`"cpu"` in the interpreter, `"cuda"` where kernels are compiled."""
-    if not ON_GPU:
+def kernel_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """`"cpu"` in the interpreter and for the reference, which is defined there; `"cuda"` for compiled kernels."""
+    if not ON_GPU or request.path.name.startswith("test_reference"):
         yield "cpu"
         return
     with MadeOnGpu():

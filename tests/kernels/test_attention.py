@@ -12,8 +12,7 @@ from bitnest_format.kernels.operands import (
     KvPlanes,
     Partials,
     Rope,
-    split_start,
-    splits_of,
+    Splits,
 )
 from bitnest_format.kernels.reference_attention import attention as reference_attention
 from bitnest_format.kernels.reference_attention import kv_decode, kv_encode
@@ -94,7 +93,7 @@ def _combine(module, shape, partials, length):
 
 def _check(shape, rows, length, *, head_norm=None, zeros=False, **options):
     """Kernel and twin leave the same cache and, merged, the same attention."""
-    capacity = split_start(splits_of(length + rows))
+    capacity = shape.splits.start(shape.splits.count(length + rows))
     qkv = _random(rows, shape.projections, seed=3) * 2
     if zeros:
         qkv[0, shape.heads * shape.head_dim :] = 0
@@ -112,11 +111,19 @@ def _check(shape, rows, length, *, head_norm=None, zeros=False, **options):
 
 
 def test_splits_depend_on_nothing_but_their_number() -> None:
-    starts = [split_start(split) for split in range(21)]
+    splits = Splits(shorts=16, short=128, long=512)
+    starts = [splits.start(split) for split in range(21)]
     assert starts[:3] == [0, 128, 256]
     assert starts[15:19] == [1920, 2048, 2560, 3072]
-    assert [splits_of(length) for length in (0, 1, 128, 129, 2048, 2049, 2560, 2561)] == [0, 1, 1, 2, 16, 17, 17, 18]
-    assert all(splits_of(start) == split for split, start in enumerate(starts))
+    assert [splits.count(length) for length in (0, 1, 128, 129, 2048, 2049, 2560, 2561)] == [0, 1, 1, 2, 16, 17, 17, 18]
+    assert all(splits.count(start) == split for split, start in enumerate(starts))
+
+
+@pytest.mark.parametrize(("kv_heads", "short", "long"), [(1, 16, 76), (4, 16, 76), (8, 8, 68), (9, 8, 32), (32, 8, 32)])
+def test_fewer_kv_heads_take_more_splits(kv_heads: int, short: int, long: int) -> None:
+    splits = AttentionShape(kv_heads, kv_heads, 64).splits
+    assert (splits.count(2048), splits.count(32768)) == (short, long)
+    assert splits.short % 128 == splits.long % 128 == 0
 
 
 @pytest.mark.parametrize("sizes", [(6, 4, 64), (4, 4, 66), (4, 4, 0), (4, 4, 260)])
@@ -146,6 +153,13 @@ def test_attend(heads: int, kv_heads: int, size: int, rows: int, length: int) ->
 @pytest.mark.parametrize("length", [1, 63, 127, 128, 256])
 def test_attend_around_the_edges_of_splits(length: int) -> None:
     _check(MHA, 2, length)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("length", [255, 256, 767])
+def test_attend_by_other_splits(length: int, draft: bool) -> None:
+    shape = AttentionShape(2, 2, 32, cut=Splits(shorts=1, short=256, long=512))
+    _check(shape, 2, length, draft=draft, switch=64, recent=40)
 
 
 def test_attend_in_a_long_split() -> None:
@@ -263,7 +277,7 @@ def test_verification_writes_over_drafts(module) -> None:
 
 def test_combine_over_more_splits_than_a_step_takes() -> None:
     shape = AttentionShape(2, 1, 64)
-    length = split_start(35) + 7
+    length = shape.splits.start(35) + 7
     partials = Partials.empty(1, shape, length + 1)
     partials.accumulator.copy_(_random(*partials.accumulator.shape))
     partials.peak.copy_(_random(*partials.peak.shape, seed=1) * 5)

@@ -138,7 +138,13 @@ def test_joined_layers_of_different_permutations() -> None:
     ]
 
 
-NESTED, DRAFT = (MemoryNeed(weights=weights, entry=GIB // 4096, workspace=GIB // 2) for weights in (6 * GIB, 4 * GIB))
+def _half_a_gib(entries: int) -> int:
+    return GIB // 2
+
+
+NESTED, DRAFT = (
+    MemoryNeed(weights=weights, entry=GIB // 4096, workspace=_half_a_gib) for weights in (6 * GIB, 4 * GIB)
+)
 NEEDS = {"nested": NESTED, "target": NESTED, "draft": DRAFT}
 
 
@@ -147,6 +153,12 @@ def test_memory_need() -> None:
     assert NESTED.entries_within(8 * GIB + GIB // 2) == 8192
     assert NESTED.entries_within(8 * GIB + GIB // 2 - 1) == 8191
     assert NESTED.entries_within(6 * GIB) == 0
+
+
+def test_a_workspace_may_grow_with_the_text() -> None:
+    need = MemoryNeed(weights=100, entry=3, workspace=lambda entries: 10 + 2 * entries)
+    assert need.total(6) == 140
+    assert [need.entries_within(free) for free in (50, 110, 114, 115, 139, 140)] == [0, 0, 0, 1, 5, 6]
 
 
 def test_explain_out_of_memory() -> None:
@@ -177,7 +189,7 @@ def test_fit_advice(free: int, capacities: tuple[int, ...], advice: str) -> None
 
 
 def test_fit_advice_names_a_view_only_where_it_saves_memory() -> None:
-    smaller = replace(NESTED, workspace=0)
+    smaller = replace(NESTED, workspace=lambda entries: 0)
     assert fit_advice({"nested": NESTED, "target": smaller}, "nested", 8192, 8 * GIB) == (
         "What fits: 6144 tokens of prompt and --max-new-tokens together, --view target, --device cpu."
     )
@@ -194,8 +206,8 @@ def test_memory_needs(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> N
         [path.stat().st_size for path in folder.glob(f"bitnest-{family}-*")] for family in ("base", "refinement")
     )
     entry = 2 * 2 * 2 * (64 + 4)  # layers, keys and values, KV heads
-    both = MemoryNeed(weights=base + refinement, entry=entry, workspace=7)
-    draft = MemoryNeed(weights=base, entry=entry, workspace=7)
-    assert memory_needs(checkpoint, architecture, 7) == {"nested": both, "target": both, "draft": draft}
+    both = MemoryNeed(weights=base + refinement, entry=entry, workspace=_half_a_gib)
+    draft = MemoryNeed(weights=base, entry=entry, workspace=_half_a_gib)
+    assert memory_needs(checkpoint, architecture, _half_a_gib) == {"nested": both, "target": both, "draft": draft}
     folder = tiny_checkpoint(tmp_path / "draft", draft_only=True)
-    assert list(memory_needs(Checkpoint(folder, "draft"), architecture, 7)) == ["draft"]
+    assert list(memory_needs(Checkpoint(folder, "draft"), architecture, _half_a_gib)) == ["draft"]
