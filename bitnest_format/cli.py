@@ -179,9 +179,17 @@ def main(debug: bool) -> None:
 )
 @click.option(
     "--rotation",
-    metavar="none|random|hadamard|spinquant:FILE",
+    metavar="none|random|hadamard|learn|spinquant:FILE|folded",
     show_default="random",
-    help="Rotation folded into the weights.",
+    help="Rotation folded into the weights; 'folded' keeps a source as it is and records that it came rotated.",
+)
+@click.option("--learn-steps", type=int, show_default="100", help="Steps of --rotation learn.")
+@click.option("--learn-rate", type=float, show_default="1.5", help="Rate of its first step; it falls to zero.")
+@click.option(
+    "--save-rotation",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the rotation too, for --rotation spinquant:FILE: .safetensors, otherwise an R.bin.",
 )
 @click.option(
     "--group-size",
@@ -234,7 +242,7 @@ def main(debug: bool) -> None:
 )
 @click.option("--calibration-samples", type=int, show_default="64", help="Sequences to calibrate on.")
 @click.option("--sequence-length", type=int, show_default="512", help="Tokens in each sequence.")
-@click.option("--seed", type=int, show_default="0", help="Seed of the rotation.")
+@click.option("--seed", type=int, show_default="0", help="Seed of the rotation and of learning it.")
 @click.option("--max-shard-size", "shard_bytes", type=Size(), show_default="5GB", help="Largest shard.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cpu", help="Where to compute.")
 @revision_option
@@ -732,6 +740,12 @@ def _conversion_text(summary: dict[str, Any]) -> str:
     ):
         if summary[name] is not None:
             lines.append(f"  {label}: {summary[name]:.2%}")
+    learned = summary["learned_rotation"]
+    if learned:
+        lines.append(
+            f"  rounding loss of the rotation, nats a token: {learned['loss_before']:.3f} at the start, "
+            f"{learned['loss_after']:.3f} learned, {learned['loss_unquantized']:.3f} without rounding"
+        )
     lines.append(f"  time: {summary['seconds']:.0f} s")
     return "\n".join(lines)
 

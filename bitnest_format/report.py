@@ -388,6 +388,8 @@ def _rotation(rotation: Mapping[str, Any] | None) -> str:
     seed = f", seed {rotation['seed']}" if rotation.get("seed") is not None else ""
     digest = f", file {rotation['sha256'][:12]}" if rotation.get("sha256") else ""
     folded = ", ".join(rotation["folded"]) or "nothing"
+    if rotation["kind"] == "folded":
+        return f"folded before the conversion: {folded}"
     return f"{rotation['kind']}{seed}{digest}; folded: {folded}"
 
 

@@ -73,13 +73,24 @@ class FloatModel:
                 hook.remove()
         return {name: hessian.mean() for name, hessian in sums.items()}
 
+    def forward_layer(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """One layer's output for the stream `hidden` `[B, T, H]`, differentiable; the stream kept here stays."""
+        prefix = self.architecture.layer_prefix(layer)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+        return self._forward(self.decoder.layers[layer], tensors, hidden, layer)
+
+    def final_norm(self, hidden: Tensor, gain: Tensor) -> Tensor:
+        """The norm after the last layer, with `gain` `[H]`: `[..., H]`."""
+        normed: Tensor = torch.func.functional_call(self.decoder.norm, {"weight": gain}, (hidden,))
+        return normed
+
     @torch.inference_mode()
     def final_hessian(self, gain: Tensor) -> Tensor:
         """The mean `X^T X` of the head's input `[H, H]`: the stream after all layers, normed with `gain` `[H]`."""
         total = HessianSum(self.hidden.shape[-1], self.device)
         batch = max(1, TOKENS_AT_ONCE // self.hidden.shape[1])
         for sequences in self.hidden.split(batch):
-            total.add(torch.func.functional_call(self.decoder.norm, {"weight": gain}, (sequences,)))
+            total.add(self.final_norm(sequences, gain))
         return total.mean()
 
     def _forward(self, module: nn.Module, tensors: Mapping[str, Tensor], hidden: Tensor, layer: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
+from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
 from bitnest_format.families import FAMILIES
 from bitnest_format.manifest import MANIFEST_FILE
@@ -381,6 +382,10 @@ def _no_weights(folder: Path) -> str:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES and path.is_file())
     if (folder / "adapter_config.json").is_file():
         return f"{folder}: holds an adapter, not a whole model; merge it into its base model and convert that"
+    for file in pickles:
+        known = describe_pickle(folder / file)
+        if known:
+            return f"{folder / file}: {known}"
     if pickles:
         return (
             f"{folder}: has its weights only as {_listed(pickles)}; these formats can carry code and are not opened. "

@@ -13,6 +13,7 @@ Base = Literal["gptq", "rtn"]
 Refinement = Literal["closed", "feedback"]
 ScaleSearch = Literal["mse", "max"]
 
+ROTATIONS = ("none", "random", "hadamard", "learn", "folded")
 FALLBACK_GROUP_SIZES = (64, 32)
 PER_ROW = -1
 
@@ -21,7 +22,9 @@ PER_ROW = -1
 class ConvertOptions:
     """How to build both planes. The defaults were chosen by `benchmarks/frontier.py`.
 
-    rotation: `none`, `random`, `hadamard` or `spinquant:FILE`.
+    rotation: `none`, `random`, `hadamard`, `learn`, `spinquant:FILE`, or `folded` for a source that came rotated.
+    learn_steps, learn_rate: steps of learning, and how far the first of them turns along a gradient.
+    save_rotation: a file to write R1 and R2 to, as `spinquant:FILE` reads it.
     group_size: inputs per scale. None prefers 128 and falls back per module to 64 or 32 where that does not
         divide; a number is forced everywhere; -1 is one group per row.
     base: how `q4` is found; base_bound: largest distance in steps between a weight and its base code, or None.
@@ -34,6 +37,9 @@ class ConvertOptions:
     """
 
     rotation: str = "random"
+    learn_steps: int = 100
+    learn_rate: float = 1.5
+    save_rotation: Path | None = None
     group_size: int | None = None
     base: Base = "gptq"
     base_bound: float | None = 0.8
@@ -53,8 +59,12 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         kind, _, file = self.rotation.partition(":")
-        if kind not in ("none", "random", "hadamard", "spinquant") or (kind == "spinquant") != bool(file):
-            raise UsageError(f"--rotation is {self.rotation!r}, expected none, random, hadamard or spinquant:FILE")
+        if kind not in (*ROTATIONS, "spinquant") or (kind == "spinquant") != bool(file):
+            raise UsageError(
+                f"--rotation is {self.rotation!r}, expected one of {', '.join(ROTATIONS)} or spinquant:FILE"
+            )
+        if self.save_rotation is not None and not self.rotates:
+            raise UsageError(f"--save-rotation: with --rotation {self.rotation} there is no rotation to save")
         for name, allowed in (("base", Base), ("refinement", Refinement), ("scale_search", ScaleSearch)):
             if getattr(self, name) not in get_args(allowed):
                 raise UsageError(
@@ -69,12 +79,14 @@ class ConvertOptions:
             )
         if self.base_bound is not None and self.base_bound < 0.5:
             raise UsageError(f"--base-bound is {self.base_bound}, expected at least 0.5 steps (or 'none')")
+        if not 0 < self.learn_rate < float("inf"):
+            raise UsageError(f"--learn-rate is {self.learn_rate}, expected a number above 0")
         for name in ("base_sweeps", "refinement_sweeps"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 0 or more")
         if not 0 < self.damping <= 1:
             raise UsageError(f"--damping is {self.damping}, expected a share of the mean diagonal in (0, 1]")
-        for name in ("calibration_samples", "sequence_length", "shard_bytes"):
+        for name in ("calibration_samples", "sequence_length", "shard_bytes", "learn_steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected at least 1")
 
@@ -84,9 +96,23 @@ class ConvertOptions:
         return cls(**{"base_bound": None, "base_sweeps": 0, "refinement": "closed", **changes})
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether either plane is found by error feedback; rounding alone needs no text."""
+    def needs_hessians(self) -> bool:
+        """Whether either plane is found by error feedback."""
         return self.base == "gptq" or self.refinement == "feedback"
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a text is needed: for error feedback, or to learn on; rounding alone needs none."""
+        return self.needs_hessians or self.learns
+
+    @property
+    def learns(self) -> bool:
+        return self.rotation == "learn"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the weights are turned by the conversion."""
+        return self.rotation not in ("none", "folded")
 
     @property
     def rotation_kind(self) -> str:
@@ -100,5 +126,7 @@ class ConvertOptions:
     def fingerprint_fields(self) -> dict[str, Any]:
         """The options that change the result, for the fingerprint that guards `--resume`."""
         fields = asdict(self)
-        del fields["calibration"], fields["rotation"]
+        del fields["calibration"], fields["rotation"], fields["save_rotation"]
+        if not self.learns:
+            del fields["learn_steps"], fields["learn_rate"]
         return {**fields, "rotation_kind": self.rotation_kind}

@@ -30,6 +30,7 @@ from bitnest_format.checkpoint import CheckpointWriter, checkpoint_config
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import Calibration, load_calibration
 from bitnest_format.converters.float_model import FloatModel
+from bitnest_format.converters.learn import learned_rotation, learning_remarks
 from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.preflight import Plan, preflight
@@ -41,12 +42,14 @@ from bitnest_format.converters.quantize import (
     stored_planes,
 )
 from bitnest_format.converters.rotation import (
+    FOLDED_BEFORE,
     Rotation,
     make_rotation,
     rotate_embedding,
     rotate_head,
     rotate_layer,
 )
+from bitnest_format.converters.rotation_file import write_rotation_file
 from bitnest_format.converters.work_folder import Part, WorkFolder
 from bitnest_format.errors import BitnestError, SourceError
 from bitnest_format.manifest import Manifest, Module
@@ -71,6 +74,7 @@ class ConversionResult:
 
     def to_dict(self) -> dict[str, Any]:
         modules = list(self.manifest.modules.values())
+        rotation = self.manifest.rotation or {}
         return {
             "folder": str(self.folder),
             "modules": len(modules),
@@ -78,6 +82,7 @@ class ConversionResult:
             "mean_saturation": _mean(module.saturation for module in modules),
             "mean_draft_error": _mean(module.draft_error for module in modules),
             "mean_target_error": _mean(module.target_error for module in modules),
+            "learned_rotation": rotation.get("learning"),
             "warnings": self.warnings,
             "seconds": round(self.seconds, 3),
         }
@@ -105,16 +110,26 @@ def convert(
     architecture = read_architecture(source.config, source.tensors)
     report("checking the source", 0, 1)
     plan = preflight(source, architecture, options, output)
-    rotation = make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
+    rotation = None
+    if not options.learns:
+        rotation = make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
     work = WorkFolder.beside(output)
     try:
         work.start(_fingerprint(plan, options, rotation), resume=resume)
         side_files = source.write_side_files(work.checkpoint)
         calibration = _calibration(options, work.checkpoint, architecture)
         work.pin("calibration", calibration.record() if calibration else None)
+        if options.learns:
+            assert calibration is not None
+            ids, sizes = calibration.input_ids, plan.group_sizes
+            rotation = learned_rotation(work.rotation, source, architecture, ids, sizes, options, report)
         conversion = _Conversion(source, architecture, plan, options, rotation, calibration, work, report)
         conversion.run()
         manifest = conversion.assemble(side_files)
+        if options.save_rotation is not None and rotation is not None:
+            r2 = map(rotation.r2, range(architecture.layers))
+            learning = rotation.details.get("learning")
+            write_rotation_file(options.save_rotation, rotation.r1, r2, learning=learning)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -141,8 +156,15 @@ def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None)
         "threads": torch.get_num_threads(),
         "source": plan.fingerprint,
         "options": options.fingerprint_fields(),
-        "rotation": rotation.record() if rotation else None,
+        "rotation": _rotation_record(options, rotation),
     }
+
+
+def _rotation_record(options: ConvertOptions, rotation: Rotation | None) -> dict[str, Any] | None:
+    """The manifest's `rotation` entry."""
+    if options.rotation == "folded":
+        return dict(FOLDED_BEFORE)
+    return rotation.record() if rotation else None
 
 
 def _calibration(options: ConvertOptions, tokenizer: Path, architecture: Architecture) -> Calibration | None:
@@ -181,6 +203,8 @@ class _Conversion:
         self.work = work
         self.report = report
         self.warnings: list[str] = list(source.notes)
+        if options.learns and rotation is not None:
+            self.warnings += learning_remarks(rotation)
         if calibration and len(calibration.input_ids) < options.calibration_samples:
             self.warnings.append(
                 f"the calibration text fills {len(calibration.input_ids)} sequences of the "
@@ -190,7 +214,8 @@ class _Conversion:
     def run(self) -> None:
         """Write one part per decoder layer, and a nested head, skipping those an interrupted run has finished."""
         layers = self.architecture.layers
-        model = FloatModel(self.source.config, self.architecture, self.options.device) if self.calibration else None
+        needs = self.options.needs_hessians
+        model = FloatModel(self.source.config, self.architecture, self.options.device) if needs else None
         needed = self._layers_needed()
         if model and self.calibration and needed:
             model.embed(self.calibration.input_ids, self._embedding_rows)
@@ -374,7 +399,7 @@ class _Conversion:
             activation={"bits": 8, "granularity": "token", "symmetric": True},
             kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
             speculation={"gamma": 4},
-            rotation=self.rotation.record() if self.rotation else None,
+            rotation=_rotation_record(self.options, self.rotation),
             source=_source_record(self.source, self.plan.fingerprint),
             calibration=self.calibration.record() if self.calibration else None,
             modules=modules,

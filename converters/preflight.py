@@ -15,7 +15,7 @@ from bitnest_format.architecture import Architecture
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import BUILTIN
 from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
-from bitnest_format.converters.rotation import hadamard_exists
+from bitnest_format.converters.rotation import sizes_without_hadamard
 from bitnest_format.converters.work_folder import WorkFolder
 from bitnest_format.errors import SourceError
 from bitnest_format.packing import CODES_PER_WORD
@@ -85,6 +85,7 @@ def preflight(source: Source, architecture: Architecture, options: ConvertOption
         *_tensor_problems(source, architecture),
         *_group_problems(architecture, options),
         *_option_problems(architecture, options),
+        *_rotation_problems(source, architecture, options),
         *output_problems(source.location, output),
     ]
     inspection = source.inspect()
@@ -176,7 +177,7 @@ def _head_notes(
     weights = _elements(head.shape)
     nested = weights + weights // head.group_size * BYTES_PER_SCALE
     plain = weights * embedding.dtype.itemsize
-    beside = f"; unquantized, the rotation would make it {_megabytes(plain)}" if options.rotation != "none" else ""
+    beside = f"; unquantized, the rotation would make it {_megabytes(plain)}" if options.rotates else ""
     yield (
         f"{architecture.head_module} is tied to the embedding, which stays as it is: the nested head takes "
         f"{_megabytes(nested)} beside it{beside}"
@@ -187,7 +188,7 @@ def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOpti
     """The sizes of the tensors that stay as they are; a rotation gives a tied model a head of its own."""
     nested_head = options.quantize_lm_head
     quantized = {f"{name}.weight" for name, _ in architecture.modules(nested_head=nested_head)}
-    untied = architecture.tied_embeddings and options.rotation != "none" and not nested_head
+    untied = architecture.tied_embeddings and options.rotates and not nested_head
     for name, shape in architecture.tensors().items():
         if name not in quantized:
             info = source.tensors.get(name)
@@ -272,8 +273,7 @@ def _fitting_sizes(architecture: Architecture) -> str:
 
 def _option_problems(architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
     if options.rotation_kind == "hadamard":
-        sizes = {"hidden_size": architecture.hidden_size, "head_dim": architecture.head_dim}
-        bad = [f"{name} {size}" for name, size in sizes.items() if not hadamard_exists(size)]
+        bad = sizes_without_hadamard(architecture)
         if bad:
             yield f"--rotation hadamard: no Hadamard matrix at hand for {', '.join(bad)}; use random"
     file = options.rotation_file
@@ -285,6 +285,40 @@ def _option_problems(architecture: Architecture, options: ConvertOptions) -> Ite
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
         yield f"--device {options.device}: cannot be used ({str(error).splitlines()[0]})"
+
+
+def _rotation_problems(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
+    """What the source's norms say about a rotation before this one, and whether the rotation can be saved."""
+    scaled = _first_scaled_norm(source, architecture) if options.rotation != "none" else None
+    if options.rotation == "folded" and scaled:
+        yield (
+            f"--rotation folded: {scaled} is not one everywhere, so no rotation of the residual stream can be folded "
+            "into this source; use --rotation none to keep it as it is, or let it be rotated here"
+        )
+    if options.rotates and scaled is None:
+        note = (
+            "every norm's gain is exactly one, as in a model that a rotation was folded into already. If it was, pass "
+            "--rotation folded: a second rotation undoes what the first was chosen for"
+        )
+        source.notes += [note] if note not in source.notes else []
+    if options.save_rotation is not None:
+        yield from _new_file_problems("--save-rotation", options.save_rotation)
+
+
+def _first_scaled_norm(source: Source, architecture: Architecture) -> str | None:
+    """The first norm whose gain differs from one somewhere; None where there is none, as after a folded rotation."""
+    layers = (name for layer in range(architecture.layers) for name in architecture.norm_names(layer))
+    stored = (name for name in (architecture.final_norm, *layers) if name in source.tensors)
+    return next((name for name in stored if not bool((source.read(name) == 1).all())), None)
+
+
+def _new_file_problems(option: str, file: Path) -> Iterator[str]:
+    if file.exists():
+        yield f"{option} {file}: exists already and is not overwritten; give another name"
+    elif not file.absolute().parent.is_dir():
+        yield f"{option} {file}: {file.absolute().parent} is no folder"
+    elif not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        yield f"{option} {file}: {file.absolute().parent} cannot be written to"
 
 
 def output_problems(source: Path, output: Path) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.gguf import GGUF_MAGIC, GgufSource
 from bitnest_format.converters.hf import CONFIG_FILE, HuggingFaceSource
+from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import SourceError
 
 
@@ -49,4 +50,7 @@ def _checked_file(path: Path) -> Path:
         return path
     if path.suffix in (".safetensors", ".json"):
         raise SourceError(f"{path}: give the folder that holds it and its {CONFIG_FILE}")
+    known = describe_pickle(path)
+    if known:
+        raise SourceError(f"{path}: {known}")
     raise SourceError(f"{path}: is not a GGUF file; expected one, or a folder with {CONFIG_FILE} and safetensors")

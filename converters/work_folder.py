@@ -54,6 +54,11 @@ class WorkFolder:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
 
+    @property
+    def rotation(self) -> Path:
+        """Where a learned rotation is kept."""
+        return self.folder / "rotation.safetensors"
+
     def start(self, fingerprint: Mapping[str, Any], *, resume: bool) -> None:
         """Make the folder ready: empty, or as an equal run left it.
 

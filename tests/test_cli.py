@@ -104,7 +104,17 @@ def test_help_ends_with_an_example_that_parses(command):
 def test_defaults_in_the_help_are_those_of_the_options():
     shown = {p.name: p.show_default for p in cli.main.commands["convert"].params if isinstance(p, click.Option)}
     options, paper = ConvertOptions(), ConvertOptions.paper()
-    for name in ("rotation", "base", "scale_search", "damping", "calibration", "calibration_samples", "seed"):
+    for name in (
+        "rotation",
+        "base",
+        "scale_search",
+        "damping",
+        "calibration",
+        "calibration_samples",
+        "seed",
+        "learn_steps",
+        "learn_rate",
+    ):
         assert shown[name] == str(getattr(options, name)), name
     assert shown["sequence_length"] == str(options.sequence_length)
     assert shown["device"] == options.device
@@ -227,6 +237,9 @@ def test_convert_passes_every_given_option(source, tmp_path, monkeypatch):
     text.write_text(PROMPT, encoding="utf-8")
     given = {
         "rotation": "hadamard",
+        "learn_steps": 30,
+        "learn_rate": 0.5,
+        "save_rotation": tmp_path / "rotation.bin",
         "group_size": 64,
         "base": "rtn",
         "base_bound": None,
