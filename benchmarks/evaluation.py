@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", type=Path)
     evaluate.add_argument("--tokens", type=Path, required=True, help="file made by extract")
     evaluate.add_argument("--source", type=Path, help="the source model: adds its row and plain W8A8's")
-    evaluate.add_argument("--rotation-file", type=Path, help="R.bin, where the rotation was spinquant")
+    evaluate.add_argument("--rotation-file", type=Path, help="the file of a spinquant or learned rotation")
     evaluate.add_argument("--device", default="cpu")
     evaluate.add_argument("--gamma", type=int, default=GAMMA, help="draft length (default: %(default)s)")
     evaluate.add_argument("--no-acceptance", action="store_true", help="perplexities only")
@@ -599,6 +599,10 @@ def _reference_views(folder: Path, source: Path, rotation_file: Path | None, dev
     config, weights = read_source(source)
     record = manifest.rotation
     if record is not None:
+        if record["kind"] not in ("random", "hadamard", "folded") and rotation_file is None:
+            sys.exit(
+                f"{folder}: its rotation is {record['kind']}; give the file that --save-rotation wrote: --rotation-file"
+            )
         rotation = make_rotation(record["kind"], rotation_file, record["seed"] or 0, read_architecture(config))
         weights = rotated(config, weights, rotation) if rotation is not None else weights
     group_sizes = {name: module.group_size for name, module in manifest.modules.items()}

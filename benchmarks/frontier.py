@@ -125,6 +125,7 @@ def variant(name: str, changes: dict[str, Any], source: Path, tokens: Tokens, de
         result = convert(open_source(source), output, ConvertOptions(device=device, **changes))
         draft, target = load_views(output, device)
     drafted = acceptance(draft, target, tokens.prefixes)
+    learned = result.to_dict()["learned_rotation"]
     return {
         "name": name,
         "draft_code": perplexity(draft, tokens.code),
@@ -136,6 +137,7 @@ def variant(name: str, changes: dict[str, Any], source: Path, tokens: Tokens, de
         "agreement": drafted.agreement,
         "tokens_per_round": drafted.tokens_per_round,
         "convert_seconds": round(result.seconds, 1),
+        **({"learned_rotation": learned} if learned else {}),
     }
 
 

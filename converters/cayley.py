@@ -33,15 +33,15 @@ class CayleyDescent:
         self.momentum = momentum
         self._moving = [torch.zeros_like(matrix) for matrix in self.matrices]
 
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """Move every matrix by `rate` along its smoothed gradient, `LONGEST_STEP` at most."""
+    def step(self, gradients: Sequence[Tensor], rate: float, share: float = 1.0) -> None:
+        """Move every matrix along its smoothed gradient: `share` of `rate`, or of `LONGEST_STEP` where that is less."""
         for index, (matrix, gradient) in enumerate(zip(self.matrices, gradients, strict=True)):
             moving = self.momentum * self._moving[index] + gradient.double()
             skew = tangent(matrix, moving)
             # Kept as a tangent of this point, so that what leads off the orthogonal matrices does not pile up.
             self._moving[index] = skew @ matrix
-            norm = torch.linalg.matrix_norm(skew, keepdim=True)
-            self.matrices[index] = cayley(matrix, skew * (LONGEST_STEP / norm.clamp_min(1e-30)).clamp_max(rate))
+            longest = LONGEST_STEP / torch.linalg.matrix_norm(skew, keepdim=True).clamp_min(1e-30)
+            self.matrices[index] = cayley(matrix, share * longest.clamp_max(rate) * skew)
 
 
 def tangent(matrix: Tensor, gradient: Tensor) -> Tensor:

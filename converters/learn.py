@@ -67,8 +67,8 @@ def learn_rotation(
 ) -> LearnedRotation:
     """Learn a rotation on the token ids `[N, T]`, int64.
 
-    `group_sizes`: inputs per scale of every module; `search`: whether their scales are searched. The rate falls to zero
-    over the steps in a straight line. The same arguments give the same rotation on the same machine. Returns the start
+    `group_sizes`: inputs per scale of every module; `search`: whether their scales are searched. Steps get shorter in
+    a straight line down to zero. The same arguments give the same rotation on the same machine. Returns the start
     where learning has made nothing better. Raises `SourceError` where the loss is not a number.
     """
     report = progress or (lambda stage, done, total: None)
@@ -76,22 +76,22 @@ def learn_rotation(
     made = make_rotation(start, None, seed, architecture)
     assert made is not None
     first = [made.r1.to(device), torch.stack([made.r2(layer) for layer in range(architecture.layers)]).to(device)]
-    held, learned_from = _split(input_ids)
+    held, learned_from = split_sequences(input_ids)
     batches = _batches(learned_from, seed)
     loss = RotatedLoss(source, architecture, group_sizes, device, search=search)
     with _faster_products(device):
         loss.quantize = False
-        unquantized = _mean_loss(loss, held, first)
+        unquantized = mean_loss(loss, held, first)
         loss.quantize = True
-        before = _mean_loss(loss, held, first)
+        before = mean_loss(loss, held, first)
         if not all(map(math.isfinite, (unquantized, before))):
             raise _no_number("before any step")
         descent = CayleyDescent(first)
         for step in range(steps):
             report(STAGE, step, steps)
-            descent.step(_gradients(loss, next(batches), descent.matrices, step), rate * (1 - step / steps))
+            descent.step(_gradients(loss, next(batches), descent.matrices, step), rate, 1 - step / steps)
         report(STAGE, steps, steps)
-        after = _mean_loss(loss, held, descent.matrices)
+        after = mean_loss(loss, held, descent.matrices)
     # What got worse, or lost its way, is not used.
     matrices, after = (descent.matrices, after) if after < before else (first, before)
     r1, r2 = (_checked(matrix.cpu()) for matrix in matrices)
@@ -148,7 +148,7 @@ def learning_remarks(rotation: Rotation) -> list[str]:
     ]
 
 
-def _split(input_ids: Tensor) -> tuple[Tensor, Tensor]:
+def split_sequences(input_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The sequences to measure on, from the end of the text, and those to learn from; a single one is both."""
     count = min(len(input_ids) // HELD_OUT_SHARE, HELD_OUT_TOKENS // input_ids.shape[1])
     count = min(max(count, 1), max(len(input_ids) - 1, 1))
@@ -176,7 +176,7 @@ def _gradients(loss: RotatedLoss, ids: Tensor, matrices: list[Tensor], step: int
 
 
 @torch.no_grad()
-def _mean_loss(loss: RotatedLoss, input_ids: Tensor, matrices: list[Tensor]) -> float:
+def mean_loss(loss: RotatedLoss, input_ids: Tensor, matrices: list[Tensor]) -> float:
     r1, r2 = (matrix.float() for matrix in matrices)
     rows = max(1, TOKENS_PER_STEP // input_ids.shape[1])
     return sum(float(loss(ids, r1, r2)) * len(ids) for ids in input_ids.split(rows)) / len(input_ids)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,4 +128,6 @@ def _reader(source: Source, architecture: Architecture, device: str) -> Callable
 def _free_bytes(device: str) -> int:
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Not every system tells; there the weights are kept.
+    free = "SC_AVPHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free else sys.maxsize

@@ -16,6 +16,7 @@ from bitnest_format.converters.base import Source
 from bitnest_format.converters.calibration import BUILTIN
 from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
 from bitnest_format.converters.rotation import sizes_without_hadamard
+from bitnest_format.converters.rotation_file import check_rotation_file
 from bitnest_format.converters.work_folder import WorkFolder
 from bitnest_format.errors import SourceError
 from bitnest_format.packing import CODES_PER_WORD
@@ -279,6 +280,11 @@ def _option_problems(architecture: Architecture, options: ConvertOptions) -> Ite
     file = options.rotation_file
     if file is not None and not file.is_file():
         yield f"--rotation spinquant: {file}: no such file"
+    elif file is not None:
+        try:
+            check_rotation_file(file, architecture)
+        except SourceError as error:
+            yield from error.problems
     if options.needs_calibration and options.calibration != BUILTIN and not Path(options.calibration).is_file():
         yield f"--calibration {options.calibration}: no such file"
     try:

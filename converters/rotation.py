@@ -69,7 +69,7 @@ def make_rotation(kind: str, file: Path | None, seed: int, architecture: Archite
         found = read_rotation_file(file, architecture)
         details = {"learning": found.learning} if found.learning else {}
         return Rotation(kind, found.r1, found.r2.__getitem__, sha256=found.sha256, details=details)
-    build = random_orthogonal if kind == "random" else random_hadamard
+    build = {"random": random_orthogonal, "hadamard": random_hadamard}[kind]
     bad = sizes_without_hadamard(architecture) if kind == "hadamard" else []
     if bad:
         raise SourceError(f"--rotation hadamard: no Hadamard matrix at hand for {', '.join(bad)}; use random")

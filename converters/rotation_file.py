@@ -62,34 +62,27 @@ class RotationFile:
 
 
 def read_rotation_file(path: Path, architecture: Architecture) -> RotationFile:
-    """The matrices of a file that was made for this model.
+    """The matrices of a file that was made for this model, exactly orthogonal. Raises as `check_rotation_file` does."""
+    matrices = {
+        name: nearest_orthogonal(matrix) if orthogonality_deviation(matrix) > EXACT_ENOUGH else matrix.double()
+        for name, matrix in check_rotation_file(path, architecture).items()
+    }
+    r2 = [matrices[_r2_name(layer)] for layer in range(architecture.layers)]
+    return RotationFile(matrices["R1"], r2, file_sha256(path), _learning(path))
+
+
+def check_rotation_file(path: Path, architecture: Architecture) -> dict[str, Tensor]:
+    """The matrices of a file as they are stored.
 
     Raises `SourceError` where the file is no dictionary of tensors, and listing matrices that are missing, of the wrong
-    size, or not orthogonal within `ORTHOGONALITY_BOUND` (largest entry of `R^T R - I`); closer ones are made
-    orthogonal.
+    size, or not orthogonal within `ORTHOGONALITY_BOUND` (largest entry of `R^T R - I`).
     """
     stored = _read(path)
     sizes = {"R1": architecture.hidden_size}
     sizes |= {_r2_name(layer): architecture.head_dim for layer in range(architecture.layers)}
-    problems: list[str] = []
-    matrices: dict[str, Tensor] = {}
-    for name, size in sizes.items():
-        matrix = stored.get(name)
-        if not isinstance(matrix, Tensor):
-            problems.append(f"{path.name}: {name}: missing")
-        elif tuple(matrix.shape) != (size, size):
-            problems.append(
-                f"{path.name}: {name}: is {' x '.join(map(str, matrix.shape))}, expected {size} x {size} for this model"
-            )
-        else:
-            deviation = orthogonality_deviation(matrix)
-            if not deviation <= ORTHOGONALITY_BOUND:
-                problems.append(
-                    f"{path.name}: {name}: is not orthogonal: R^T R differs from the identity by {deviation:.2g}, "
-                    f"at most {ORTHOGONALITY_BOUND:g} can be repaired"
-                )
-            else:
-                matrices[name] = nearest_orthogonal(matrix) if deviation > EXACT_ENOUGH else matrix.double()
+    problems = [
+        f"{path.name}: {name}: {fault}" for name, size in sizes.items() if (fault := _fault(stored, name, size))
+    ]
     further = [name for name in stored if str(name).endswith("self_attn.R2") and name not in sizes]
     if further:
         problems.append(
@@ -98,8 +91,22 @@ def read_rotation_file(path: Path, architecture: Architecture) -> RotationFile:
         )
     if problems:
         raise SourceError(problems)
-    r2 = [matrices[_r2_name(layer)] for layer in range(architecture.layers)]
-    return RotationFile(matrices["R1"], r2, file_sha256(path), _learning(path))
+    return {name: stored[name] for name in sizes}
+
+
+def _fault(stored: Mapping[Any, Any], name: str, size: int) -> str | None:
+    matrix = stored.get(name)
+    if not isinstance(matrix, Tensor):
+        return "missing"
+    if tuple(matrix.shape) != (size, size):
+        return f"is {' x '.join(map(str, matrix.shape))}, expected {size} x {size} for this model"
+    deviation = orthogonality_deviation(matrix)
+    if deviation <= ORTHOGONALITY_BOUND:
+        return None
+    return (
+        f"is not orthogonal: R^T R differs from the identity by {deviation:.2g}, at most {ORTHOGONALITY_BOUND:g} can "
+        "be repaired"
+    )
 
 
 def write_rotation_file(

@@ -72,7 +72,7 @@ def test_huge_and_missing_gradients() -> None:
     torch.testing.assert_close(descent.matrices[0], r, atol=1e-14, rtol=0)
     descent.step([1e20 * _random(2, 8, 8)], 1.0)
     assert orthogonality_deviation(descent.matrices[0]) < 1e-13
-    # A step of length 1 is a chord of at most 1.
+    # The turn is no longer than its generator.
     assert 0.5 < float((descent.matrices[0] - r).norm()) <= LONGEST_STEP
 
 
@@ -83,7 +83,7 @@ def test_descent_finds_the_nearest_rotation_and_stays_orthogonal() -> None:
     descent = CayleyDescent([r])
     for step in range(300):
         assert orthogonality_deviation(descent.matrices[0]) < 1e-5
-        descent.step([descent.matrices[0] - goal], 0.2 * (1 - step / 300))
+        descent.step([descent.matrices[0] - goal], 0.2, 1 - step / 300)
     assert float((r - goal).norm()) > 1
     torch.testing.assert_close(descent.matrices[0], goal, atol=1e-6, rtol=0)
     assert orthogonality_deviation(descent.matrices[0]) < 1e-12

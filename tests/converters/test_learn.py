@@ -276,7 +276,7 @@ def test_overflow_is_a_clear_error(source: Any) -> None:
 )
 def test_some_sequences_are_held_out(shape: tuple[int, int], held: int, rest: int) -> None:
     ids = torch.arange(shape[0]).unsqueeze(1).expand(shape)
-    measured, learned_from = learn._split(ids)
+    measured, learned_from = learn.split_sequences(ids)
     assert (len(measured), len(learned_from)) == (held, rest)
     if len(ids) > 1:
         assert set(measured[:, 0].tolist()) | set(learned_from[:, 0].tolist()) == set(range(shape[0]))

@@ -319,6 +319,28 @@ def test_disk_that_is_too_small(tmp_path: Path, tiny_model: Make, monkeypatch: p
     assert plan_of(source, tmp_path / "output")
 
 
+def test_a_rotation_file_that_does_not_fit_is_a_problem_among_others(tmp_path: Path, tiny_model: Make) -> None:
+    """RO-3: R1 of another model, an R2 with one entry changed by 0.1; found before any work, in a dry run too."""
+    source = write(tmp_path / "source", tiny_model())
+    second = torch.eye(64)
+    second[3, 5] += 0.1
+    matrices = {
+        "R1": torch.eye(128),
+        "model.layers.0.self_attn.R2": torch.eye(64),
+        "model.layers.1.self_attn.R2": second,
+    }
+    torch.save(matrices, tmp_path / "R.bin")
+    options = ConvertOptions(rotation=f"spinquant:{tmp_path / 'R.bin'}", calibration="/nowhere/text.txt")
+    with pytest.raises(SourceError) as caught:
+        plan_of(source, tmp_path / "output", options)
+    assert caught.value.problems == [
+        "R.bin: R1: is 128 x 128, expected 256 x 256 for this model",
+        "R.bin: model.layers.1.self_attn.R2: is not orthogonal: R^T R differs from the identity by 0.1, at most 0.003 "
+        "can be repaired",
+        "--calibration /nowhere/text.txt: no such file",
+    ]
+
+
 def test_every_problem_comes_at_once(tmp_path: Path, tiny_model: Make) -> None:
     config, tensors = tiny_model(intermediate_size=576, num_hidden_layers=1)
     config["vocab_size"] = 300

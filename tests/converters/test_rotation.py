@@ -47,6 +47,9 @@ def test_no_rotation_and_impossible_hadamard(tiny_model: Callable[..., Any]) -> 
     [
         ("llama", False, {}),
         ("llama", True, {}),
+        # RO-1: 28 * 32 and 36 * 16; an intermediate size without a Hadamard matrix does not matter.
+        ("qwen2", False, {"hidden_size": 896, "num_attention_heads": 14, "intermediate_size": 856}),
+        ("llama", False, {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}),
         ("llama", False, {"attention_bias": True, "mlp_bias": True}),
         ("mistral", False, {}),
         ("qwen2", False, {}),
