@@ -511,7 +511,7 @@ def export(
 @click.option(
     "--kv-switch",
     type=int,
-    show_default="8192 on a GPU, 2048 with --unpack call, otherwise never reached",
+    show_default="2048 on a GPU and with --unpack call, otherwise never reached",
     help="Cache entries up to which drafts read KV8.",
 )
 @click.option("--recent", type=int, show_default="128", help="Newest entries that drafts read at KV8 beyond that.")
@@ -608,7 +608,7 @@ def generate(
     default=False,
     help="Of a shape: a nested W4/W8 head, or a 16-bit one. A checkpoint's is as stored.",
 )
-@click.option("--kv-switch", type=int, show_default="8192", help="Cache entries up to which drafts read KV8.")
+@click.option("--kv-switch", type=int, show_default="2048", help="Cache entries up to which drafts read KV8.")
 @click.option("--recent", type=int, show_default="128", help="Newest entries that drafts read at KV8 beyond that.")
 @click.option("--repeats", type=int, default=5, help="Timed blocks of each mode.")
 @click.option("--kernels", is_flag=True, help="Time each kernel alone instead.")

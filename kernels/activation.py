@@ -157,13 +157,18 @@ def _norm(
         out,
         COLUMNS=columns,
         BLOCK=triton.next_power_of_2(columns),
-        **_launch(out, _warps(columns)),
+        **_launch(out, _norm_warps(columns)),
     )
 
 
 def _warps(columns: int) -> int:
-    """Warps of a program that reads a row of so many columns: 16 to 32 numbers a thread in long rows."""
-    return 1 if columns <= 512 else 4 if columns <= 2048 else 8 if columns <= 8192 else 16
+    """Warps of a program that quantizes some of a row of so many columns."""
+    return 1 if columns <= 512 else 4 if columns <= 2048 else 16
+
+
+def _norm_warps(columns: int) -> int:
+    """Warps of a program that norms a whole row."""
+    return min(8, _warps(columns)) if columns <= 8192 else 16
 
 
 def _slice(warps: int) -> int:

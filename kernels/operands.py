@@ -159,9 +159,7 @@ def best_splits(kv_heads: int) -> Splits:
 
     Measured by `benchmarks/gpu_attention.py`.
     """
-    return Splits(
-        shorts=8 if kv_heads >= 8 else 16, short=256 if kv_heads >= 8 else 128, long=1280 if kv_heads > 8 else 512
-    )
+    return Splits(shorts=8, short=256, long=1280) if kv_heads > 8 else Splits(shorts=16, short=128, long=512)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ Mode = Literal["half", "target", "nested", "draft"]
 RING = 256
 # Entries beyond those that may be committed: a round in flight writes drafts that nobody will keep.
 SLACK = 2 * (DECODE_ROWS + 1)
-# Cache entries up to which drafts read KV8. Attention of a draft with 32 KV heads takes 14 us at 2K, where the simpler
-# kernel of KV8 takes 12, and 60 instead of 79 at 32K (benchmarks/gpu-log.md); lengths between were not measured.
-SWITCH_LENGTH = 8192
+# Cache entries up to which drafts read KV8. Reading KV4 instead costs some 1.3 % of the tokens of a round; it makes rounds
+# of LLaMA-3-8B and LLaMA-2-7B 0 and 1 % shorter at 2K, 2 and 7 % at 4K, 4 and 9 % at 8K (benchmarks/gpu-log.md).
+SWITCH_LENGTH = 2048
 # A norm, the head, and the choice of a token.
 TAIL_NODES = 3
 UNIFORMS = 1 << 16
