@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import click
 
 from bitnest_format import __version__
-from bitnest_format.errors import BitnestError, UsageError
+from bitnest_format.errors import BitnestError, FailedElsewhere, UsageError
 
 if TYPE_CHECKING:
     from bitnest_format.converters.export import ExportResult
@@ -55,7 +55,8 @@ class Commands(click.Group):
             if isinstance(error, BrokenPipeError) or ctx.params.get("debug"):
                 raise
             message, status = explain(error)
-            click.echo(message, err=True)
+            if message:
+                click.echo(message, err=True)
             ctx.exit(status)
 
 
@@ -63,7 +64,7 @@ def explain(error: BitnestError | OSError | KeyboardInterrupt) -> tuple[str, int
     """The message and the exit status of a failure that is not a bug."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted.", INTERRUPTED_STATUS
-    if isinstance(error, Interrupted):
+    if isinstance(error, Interrupted | FailedElsewhere):
         return str(error), error.exit_status
     if isinstance(error, BitnestError):
         return f"Error: {error}", error.exit_status
@@ -265,42 +266,48 @@ def convert(
 ) -> None:
     """Convert SOURCE into a nested checkpoint OUTPUT.
 
-    OUTPUT is a new folder. SOURCE is a Hugging Face model folder, a GGUF file, or a Hub repository id.
+    OUTPUT is a new folder. SOURCE is a Hugging Face model folder, a GGUF file, or a Hub repository id. Processes
+    started together (torchrun --nproc-per-node 2 -m bitnest_format convert ...) share the work, one GPU each.
     """
     from bitnest_format import hub
     from bitnest_format.converters.options import ConvertOptions
     from bitnest_format.converters.pipeline import convert as run_conversion
+    from bitnest_format.converters.ranks import joined
     from bitnest_format.converters.sources import open_source
     from bitnest_format.progress import StageProgress
 
     given = {name: value for name, value in options.items() if _was_given(ctx, name)}
-    if "calibration" in given:
-        given["calibration"] = _calibration(given["calibration"])
-    chosen = ConvertOptions.paper(**given) if recipe == "paper" else ConvertOptions(**given)
-    _check_device(chosen.device)
-    located = hub.locate(source, revision=revision, patterns=hub.SOURCE_FILES)
-    _note(located)
-    model = open_source(
-        located.path,
-        name=located.repo_id,
-        revision=located.revision,
-        ignore_unknown_tensors=chosen.ignore_unknown_tensors,
-    )
-    if dry_run:
-        from bitnest_format.architecture import read_architecture
-        from bitnest_format.converters.preflight import preflight, render_plan
+    with joined(options["device"]) as ranks:
+        if "calibration" in given:
+            given["calibration"] = _calibration(given["calibration"])
+        chosen = ConvertOptions.paper(**given) if recipe == "paper" else ConvertOptions(**given)
+        _check_device(chosen.device)
+        located = hub.locate(source, revision=revision, patterns=hub.SOURCE_FILES)
+        if ranks.first:
+            _note(located)
+        model = open_source(
+            located.path,
+            name=located.repo_id,
+            revision=located.revision,
+            ignore_unknown_tensors=chosen.ignore_unknown_tensors,
+        )
+        if dry_run:
+            from bitnest_format.architecture import read_architecture
+            from bitnest_format.converters.preflight import preflight, render_plan
 
-        plan = preflight(model, read_architecture(model.config, model.tensors), chosen, output)
-        click.echo(_json(plan.to_dict()) if as_json else render_plan(plan))
-        return
-    try:
-        with StageProgress() as progress:
-            result = run_conversion(model, output, chosen, resume=resume, progress=progress)
-    except KeyboardInterrupt:
-        raise Interrupted("Interrupted. Run the same command with --resume to continue.") from None
-    _warn(result.warnings)
-    summary = result.to_dict()
-    click.echo(_json(summary) if as_json else _conversion_text(summary))
+            plan = ranks.once(lambda: preflight(model, read_architecture(model.config, model.tensors), chosen, output))
+            if ranks.first:
+                click.echo(_json(plan.to_dict()) if as_json else render_plan(plan))
+            return
+        try:
+            with StageProgress() as progress:
+                result = run_conversion(model, output, chosen, resume=resume, progress=progress, ranks=ranks)
+        except KeyboardInterrupt:
+            raise Interrupted("Interrupted. Run the same command with --resume to continue.") from None
+        if ranks.first:
+            _warn(result.warnings)
+            summary = result.to_dict()
+            click.echo(_json(summary) if as_json else _conversion_text(summary))
 
 
 @main.command(epilog=example("bitnest-format validate ./SmolLM2-BitNest --deep"))

@@ -57,6 +57,13 @@ class GenerationError(BitnestError):
     """A request to generate that cannot be served: empty prompt, no tokenizer, no room."""
 
 
+class FailedElsewhere(BitnestError):
+    """Another process of the same run failed and says why; this one has nothing to add."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing wrong with a checkpoint: the file, the place inside it, and what is wrong there."""

@@ -13,15 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from bitnest_format.architecture import Architecture
-from bitnest_format.converters.gptq_solver import HessianSum
+from bitnest_format.converters.hessian import HessianSum
+from bitnest_format.converters.ranks import ALONE, Ranks
 
-TOKENS_AT_ONCE = 1024
+TOKENS_AT_ONCE = 2048
+# The calibration text is cut into at least so many batches, if it has as many sequences, for ranks to share.
+BATCHES = 8
+# Residual streams beyond so many bytes stay in the CPU's memory, and a batch at a time goes to the GPU.
+STREAM_BYTES_ON_GPU = 2_000_000_000
 
 
 class FloatModel:
     """A decoder of the source's architecture whose weights are given layer by layer, on `device`, in float32."""
 
-    def __init__(self, config: Mapping[str, Any], architecture: Architecture, device: str):
+    def __init__(self, config: Mapping[str, Any], architecture: Architecture, device: str, ranks: Ranks = ALONE):
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,13 +39,24 @@ class FloatModel:
         self.decoder = model.model.eval()
         self.architecture = architecture
         self.device = device
+        self.ranks = ranks
+        self.batch = 1
         self.hidden = torch.empty(0)
 
     @torch.inference_mode()
     def embed(self, input_ids: Tensor, rows: Callable[[Tensor], Tensor]) -> None:
-        """Start the residual stream: `rows(ids)` gives the embedding rows `[n, H]` of distinct ids."""
-        distinct, places = torch.unique(input_ids, return_inverse=True)
-        self.hidden = rows(distinct)[places.to(self.device)]
+        """Start the residual stream of this rank's share of `input_ids` `[N, T]`.
+
+        `rows(ids)` gives the embedding rows `[n, H]` of distinct ids. Batches are the same for any number of ranks.
+        """
+        sequences, length = input_ids.shape
+        self.batch = max(1, min(TOKENS_AT_ONCE // length, -(-sequences // BATCHES)))
+        # One more than the share, of no sequences, for a rank that has none.
+        own = torch.cat([*self.ranks.mine(input_ids.split(self.batch)), input_ids[:0]])
+        distinct, places = torch.unique(own, return_inverse=True)
+        vectors = rows(distinct)
+        place = self.device if own.numel() * vectors[:1].nbytes <= STREAM_BYTES_ON_GPU else "cpu"
+        self.hidden = vectors.to(place)[places.to(place)]
 
     @torch.inference_mode()
     def run_layer(
@@ -62,16 +78,19 @@ class FloatModel:
             sums[linears[0]] = HessianSum(linear.in_features, self.device)
             hooks.append(linear.register_forward_pre_hook(_collector(sums[linears[0]])))
         try:
-            sequences, length, _ = self.hidden.shape
-            batch = max(1, TOKENS_AT_ONCE // length)
-            for first in range(0, sequences, batch):
-                self.hidden[first : first + batch] = self._forward(
-                    module, tensors, self.hidden[first : first + batch], layer
-                )
+            for hidden in self._batches():
+                hidden.copy_(self._forward(module, tensors, hidden.to(self.device), layer))
         finally:
             for hook in hooks:
                 hook.remove()
-        return {name: hessian.mean() for name, hessian in sums.items()}
+        return {name: self._mean(sums.pop(name)) for name in tuple(sums)}
+
+    def _batches(self) -> list[Tensor]:
+        return list(self.hidden.split(self.batch)) if len(self.hidden) else []
+
+    def _mean(self, total: HessianSum) -> Tensor:
+        total.combine(self.ranks.add)
+        return total.mean()
 
     def forward_layer(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """One layer's output for the stream `hidden` `[B, T, H]`, differentiable; the stream kept here stays."""
@@ -88,10 +107,9 @@ class FloatModel:
     def final_hessian(self, gain: Tensor) -> Tensor:
         """The mean `X^T X` of the head's input `[H, H]`: the stream after all layers, normed with `gain` `[H]`."""
         total = HessianSum(self.hidden.shape[-1], self.device)
-        batch = max(1, TOKENS_AT_ONCE // self.hidden.shape[1])
-        for sequences in self.hidden.split(batch):
-            total.add(self.final_norm(sequences, gain))
-        return total.mean()
+        for hidden in self._batches():
+            total.add(self.final_norm(hidden.to(self.device), gain))
+        return self._mean(total)
 
     def _forward(self, module: nn.Module, tensors: Mapping[str, Tensor], hidden: Tensor, layer: int) -> Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bitnest_format.converters.hessian import InverseFactor
+from bitnest_format.converters.replay import replayed
 from bitnest_format.nesting import (
     BASE_MAX,
     BASE_MIN,
@@ -30,86 +31,10 @@ from bitnest_format.nesting import (
     round_scale,
 )
 
-HESSIAN_STRIPS = 8
 # Columns whose movements are applied one by one; beyond them they are gathered into one matrix product.
 TILE = 32
-DAMPING_GROWTH = 10.0
-LARGEST_DAMPING = 1.0
 SHRINK_FACTORS = tuple(round(0.6 + 0.02 * step, 2) for step in range(21))
 SCALE_ERROR_NORM = 2.4
-
-
-class HessianSum:
-    """Accumulates `X^T X / N` over calibration inputs, float32 `[I, I]`.
-
-    The product is symmetric: it is summed in strips of rows, each from its own diagonal block on, and mirrored at the
-    end, which leaves out nearly half of the multiplications.
-    """
-
-    def __init__(self, inputs: int, device: str = "cpu"):
-        self.total = torch.zeros(inputs, inputs, device=device)
-        self.tokens = 0
-        step = -(-inputs // HESSIAN_STRIPS)
-        self.strips = [slice(first, min(first + step, inputs)) for first in range(0, inputs, step)]
-
-    def add(self, activations: Tensor) -> None:
-        """Add inputs of any leading shape, `[..., I]`."""
-        rows = activations.reshape(-1, activations.shape[-1]).float()
-        for strip in self.strips:
-            self.total[strip, strip.start :].addmm_(rows[:, strip].T, rows[:, strip.start :])
-        self.tokens += rows.shape[0]
-
-    def mean(self) -> Tensor:
-        upper = self.total.triu()
-        return (upper + upper.triu(1).T) / max(self.tokens, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class InverseFactor:
-    """The damped Hessian `H`, upper-triangular `U` with `U^T U = H^-1` (both float32 `[I, I]`), and the damping."""
-
-    hessian: Tensor
-    upper: Tensor
-    damping: float
-
-
-def inverse_factor(hessian: Tensor, damping: float) -> InverseFactor | None:
-    """Factor the damped inverse Hessian; None where even the largest damping does not make it definite.
-
-    Columns whose diagonal entry is zero never fire: they get 1 there, so they are rounded to nearest and move
-    nothing. `damping` is a share of the mean diagonal and grows tenfold per failed attempt.
-
-    With J the reversal of order, `J H J = L L^T` gives `U = J L^-1 J`: one factorization and one triangular
-    inverse, in float64.
-    """
-    if not bool(torch.isfinite(hessian).all()):
-        return None
-    diagonal = hessian.diagonal()
-    dead = diagonal <= 0
-    mean = diagonal[~dead].double().mean() if bool((~dead).any()) else 1.0
-    while damping <= LARGEST_DAMPING:
-        damped = hessian.double()
-        damped.diagonal()[dead] = 1.0
-        damped.diagonal().add_(damping * mean)
-        rounded = damped.float()
-        # Handed over, so that no more than three matrices of float64 exist at a time.
-        damped = damped.flip(0, 1)
-        upper = _upper_inverse_factor(damped)
-        if upper is not None:
-            return InverseFactor(rounded, upper, damping)
-        damping *= DAMPING_GROWTH
-    return None
-
-
-def _upper_inverse_factor(reversed_hessian: Tensor) -> Tensor | None:
-    """`J L^-1 J` for `L L^T` of float64 `J H J`, which is overwritten: float32. None where it is not definite."""
-    lower, failed = torch.linalg.cholesky_ex(reversed_hessian)
-    if int(failed):
-        return None
-    identity = reversed_hessian.zero_()
-    identity.diagonal().fill_(1.0)
-    inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return inverse.float().flip(0, 1) if bool(torch.isfinite(inverse).all()) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,43 +84,29 @@ def solve_refinement(weight: Tensor, factor: InverseFactor, base: Tensor, scale:
     """
     goal = weight.T.contiguous()
     plane = _Plane(goal, goal.shape[0] // scale.shape[1])
-    base_part = STEPS_PER_BASE_STEP * base.T.float()
+    base_part = STEPS_PER_BASE_STEP * base.T.contiguous().float()
     plane.scale = (scale / STEPS_PER_BASE_STEP).T.contiguous()
-    plane.lowest = base_part + refinement_floor(base).T
+    plane.lowest = base_part + refinement_floor(base).T.contiguous()
     plane.highest = base_part + REFINEMENT_MAX
-    plane.wanted = torch.zeros_like(goal)
+    plane.clipped = torch.zeros_like(goal[0])
     _walk(plane, factor)
     for _ in range(sweeps):
         _sweep(plane, factor.hessian)
     codes = (plane.codes - base_part).T.to(torch.int8).contiguous()
-    return Refinement(codes, (plane.wanted != plane.codes).float().mean(dim=0))
-
-
-class _Column(NamedTuple):
-    """One column of a plane, `[O]` each."""
-
-    wanted: Tensor
-    codes: Tensor
-    lowest: Tensor
-    highest: Tensor
-
-    def choose(self, value: Tensor) -> Tensor:
-        """Take the allowed codes nearest to `value` (in steps) and return them."""
-        wanted = torch.round(value, out=self.wanted)
-        return torch.clamp(wanted, self.lowest, self.highest, out=self.codes)
+    return Refinement(codes, plane.clipped / goal.shape[0])
 
 
 class _Plane:
     """Integer codes in the making, `[I, O]` float32, with one scale per group and the range of each code.
 
-    `wanted` is what a code would be without its range, in planes that keep it.
+    `clipped` `[O]` counts each row's codes that met their limit in the latest pass, in planes that want it.
     """
 
     def __init__(self, goal: Tensor, group_size: int):
         self.goal = goal
         self.group_size = group_size
         self.codes = torch.zeros_like(goal)
-        self.wanted = self.codes
+        self.clipped: Tensor | None = None
         self.lowest = torch.full_like(goal, BASE_MIN)
         self.highest = torch.full_like(goal, BASE_MAX)
         self.scale = goal.new_empty(goal.shape[0] // group_size, goal.shape[1])
@@ -206,15 +117,17 @@ class _Plane:
     def refit_group(self, start: int, pull: Tensor, hessian: Tensor) -> None:
         """Called when a sweep reaches a group: `pull` is its rows of `H E`, `hessian` its block of `H`."""
 
-    def columns(self, tile: slice) -> Iterator[_Column]:
-        """The columns of a tile one by one; views, made at once because indexing costs as much as arithmetic here."""
-        return map(
-            _Column,
-            self.wanted[tile].unbind(),
-            self.codes[tile].unbind(),
-            self.lowest[tile].unbind(),
-            self.highest[tile].unbind(),
-        )
+    def choose(self, rows: slice, values: Tensor) -> None:
+        """Take the allowed codes nearest to `values` (in steps), which do not depend on each other."""
+        self.codes[rows] = values.round().clamp_(self.lowest[rows], self.highest[rows])
+
+    def count_clipped(self, rows: slice, values: Tensor) -> None:
+        """Called with the values, in steps, that a tile's codes were chosen from."""
+        if self.clipped is None:
+            return
+        if rows.start == 0:
+            self.clipped.zero_()
+        self.clipped += (values.round() != self.codes[rows]).sum(dim=0)
 
     def values(self, rows: slice) -> Tensor:
         return self.codes[rows] * self.scale[rows.start // self.group_size]
@@ -270,22 +183,20 @@ def _walk(plane: _Plane, factor: InverseFactor | None) -> None:
         scale = plane.scale[group.start // plane.group_size]
         steps = moved[group] / scale
         if factor is None:
-            for column, step in zip(plane.columns(group), steps.unbind(), strict=True):
-                column.choose(step)
+            plane.choose(group, steps)
             continue
         upper = factor.upper
         errors = torch.empty_like(steps)
         for tile in _tiles(group):
             here = slice(tile.start - group.start, tile.stop - group.start)
             block, tile_steps, tile_errors = upper[tile, tile], steps[here], errors[here]
-            later = block.triu(1).unbind()
-            reciprocals = (1 / block.diagonal()).tolist()
-            rows = zip(plane.columns(tile), tile_steps.unbind(), tile_errors.unbind(), later, reciprocals, strict=True)
-            for column, step, error, weights, reciprocal in rows:
-                torch.sub(step, column.choose(step), out=error).mul_(reciprocal)
-                tile_steps.addr_(weights, error, alpha=-1)
+            diagonal = block.diagonal().unsqueeze(1)
+            later = (block / diagonal).triu_(1)
+            _walk_tile(tile_steps, plane.lowest[tile], plane.highest[tile], later, plane.codes[tile], tile_errors)
+            plane.count_clipped(tile, tile_steps)
+            tile_errors /= diagonal
             steps[here.stop :].addmm_(upper[tile, tile.stop : group.stop].T, tile_errors, alpha=-1)
-        moved[group.stop :].addmm_(upper[group, group.stop :].T, errors * scale, alpha=-1)
+        moved[group.stop :].addmm_(upper[group, group.stop :].T, errors.mul_(scale), alpha=-1)
 
 
 def _sweep(plane: _Plane, hessian: Tensor) -> None:
@@ -306,12 +217,37 @@ def _sweep(plane: _Plane, hessian: Tensor) -> None:
             diagonal = hessian.diagonal()[tile]
             best = pull[here] / diagonal.unsqueeze(1) + plane.codes[tile]
             change = plane.codes[tile].neg()
-            later = (hessian[tile, tile] / diagonal).triu(1).unbind()
-            rows = zip(plane.columns(tile), best.unbind(), change.unbind(), later, strict=True)
-            for column, value, step, weights in rows:
-                best.addr_(weights, step.add_(column.choose(value)), alpha=-1)
+            later = (hessian[tile, tile] / diagonal).triu_(1)
+            _sweep_tile(best, plane.lowest[tile], plane.highest[tile], later, plane.codes[tile], change)
+            plane.count_clipped(tile, best)
             pull[here.stop :].addmm_(hessian[tile.stop : group.stop, tile], change, alpha=-1)
         error[group] = plane.goal[group] - plane.values(group)
+
+
+@replayed(changes=(0, 4, 5))
+def _walk_tile(steps: Tensor, lowest: Tensor, highest: Tensor, later: Tensor, codes: Tensor, errors: Tensor) -> None:
+    """Choose a tile's codes one column after the other, each from `steps` as moved by those before it.
+
+    All `[t, O]`, `later` `[t, t]`: row `j` says how far an error of one step in column `j` moves the later ones, and
+    is zero up to `j`. `errors` become `steps - codes`.
+    """
+    columns = (steps, lowest, highest, later, codes, errors)
+    for step, low, high, weights, code, error in zip(*(tensor.unbind() for tensor in columns), strict=True):
+        torch.clamp(torch.round(step, out=code), low, high, out=code)
+        torch.sub(step, code, out=error)
+        steps.addr_(weights, error, alpha=-1)
+
+
+@replayed(changes=(0, 4, 5))
+def _sweep_tile(best: Tensor, lowest: Tensor, highest: Tensor, later: Tensor, codes: Tensor, change: Tensor) -> None:
+    """Choose a tile's codes again, each nearest to `best` as moved by those before it; as in `_walk_tile`.
+
+    `change` comes as the negated old codes and becomes the new codes less the old ones.
+    """
+    columns = (best, lowest, highest, later, codes, change)
+    for value, low, high, weights, code, step in zip(*(tensor.unbind() for tensor in columns), strict=True):
+        torch.clamp(torch.round(value, out=code), low, high, out=code)
+        best.addr_(weights, step.add_(code), alpha=-1)
 
 
 def group_scales(moved: Tensor, scale_type: torch.dtype, search: bool) -> Tensor:

@@ -17,7 +17,9 @@ import errno
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,15 @@ from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.preflight import Plan, preflight
 from bitnest_format.converters.quantize import (
-    WEIGHTS_AT_ONCE,
+    Together,
+    measure,
     module_record,
     quantize_in_pieces,
     quantize_together,
+    rows_at_once,
     stored_planes,
 )
+from bitnest_format.converters.ranks import ALONE, Ranks
 from bitnest_format.converters.rotation import (
     FOLDED_BEFORE,
     Rotation,
@@ -95,43 +100,56 @@ def convert(
     *,
     resume: bool = False,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> ConversionResult:
     """Convert `source` into a nested checkpoint at `output`.
 
     `progress(stage, done, total)` is called as work goes on. `resume` continues an interrupted run of the same
     source, calibration and options and ends with the same bytes; anything else found in the work folder makes it
-    fail. Without `resume` an earlier work folder is thrown away.
+    fail. Without `resume` an earlier work folder is thrown away. With several `ranks` (see `ranks.joined`) each calls
+    this with the same arguments; rank 0 writes, and its result alone has all warnings.
 
     Raises `SourceError` listing every problem before any work, `UsageError` for options that contradict each
     other, `BitnestError` where the disk is full (finished layers are kept for `resume`).
     """
     began = time.perf_counter()
-    report = progress or (lambda stage, done, total: None)
+    report = progress if progress and ranks.first else (lambda stage, done, total: None)
     architecture = read_architecture(source.config, source.tensors)
     report("checking the source", 0, 1)
-    plan = preflight(source, architecture, options, output)
+    plan = ranks.once(lambda: preflight(source, architecture, options, output))
     rotation = None
     if not options.learns:
         rotation = make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
     work = WorkFolder.beside(output)
-    try:
+
+    def begin() -> tuple[list[str], Calibration | None, set[str]]:
+        """The files that lie beside the weights already, the calibration text, and the parts that are finished."""
         work.start(_fingerprint(plan, options, rotation), resume=resume)
         side_files = source.write_side_files(work.checkpoint)
         calibration = _calibration(options, work.checkpoint, architecture)
         work.pin("calibration", calibration.record() if calibration else None)
+        return side_files, calibration, work.all_finished()
+
+    def learn() -> Rotation:
+        assert calibration is not None
+        ids, sizes = calibration.input_ids, plan.group_sizes
+        return learned_rotation(work.rotation, source, architecture, ids, sizes, options, report)
+
+    try:
+        side_files, calibration, finished = ranks.once(begin)
         if options.learns:
-            assert calibration is not None
-            ids, sizes = calibration.input_ids, plan.group_sizes
-            rotation = learned_rotation(work.rotation, source, architecture, ids, sizes, options, report)
-        conversion = _Conversion(source, architecture, plan, options, rotation, calibration, work, report)
+            rotation = ranks.once(learn)
+        conversion = _Conversion(
+            source, architecture, plan, options, rotation, calibration, work, finished, report, ranks
+        )
         conversion.run()
-        manifest = conversion.assemble(side_files)
-        if options.save_rotation is not None and rotation is not None:
+        manifest = ranks.once(lambda: conversion.assemble(side_files))
+        if options.save_rotation is not None and rotation is not None and ranks.first:
             r2 = map(rotation.r2, range(architecture.layers))
             learning = rotation.details.get("learning")
             write_rotation_file(options.save_rotation, rotation.r1, r2, learning=learning)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != errno.ENOSPC or not ranks.first:
             raise
         work.remove_unfinished()
         raise BitnestError(
@@ -139,9 +157,10 @@ def convert(
             "Free some space and run the same command with --resume."
         ) from error
     except BitnestError:
-        work.remove_if_empty()
+        if ranks.first:
+            work.remove_if_empty()
         raise
-    work.publish(output)
+    ranks.once(lambda: work.publish(output))
     return ConversionResult(
         folder=output, manifest=manifest, warnings=conversion.warnings, seconds=time.perf_counter() - began
     )
@@ -191,7 +210,9 @@ class _Conversion:
         rotation: Rotation | None,
         calibration: Calibration | None,
         work: WorkFolder,
+        finished: set[str],
         report: Progress,
+        ranks: Ranks,
     ):
         self.source = source
         self.architecture = architecture
@@ -201,7 +222,9 @@ class _Conversion:
         self.nested_head = options.quantize_lm_head
         self.calibration = calibration
         self.work = work
+        self.finished = finished
         self.report = report
+        self.ranks = ranks
         self.warnings: list[str] = list(source.notes)
         if options.learns and rotation is not None:
             self.warnings += learning_remarks(rotation)
@@ -213,56 +236,74 @@ class _Conversion:
 
     def run(self) -> None:
         """Write one part per decoder layer, and a nested head, skipping those an interrupted run has finished."""
+        model = None
+        if self.options.needs_hessians:
+            model = FloatModel(self.source.config, self.architecture, self.options.device, self.ranks)
+        # One thread hashes and writes a layer while the next one is solved.
+        with ThreadPoolExecutor(1) as writer:
+            self._run_layers(model, writer)
+        if self.nested_head:
+            self._write_nested_head(model)
+
+    def _run_layers(self, model: FloatModel | None, writer: Executor) -> None:
         layers = self.architecture.layers
-        needs = self.options.needs_hessians
-        model = FloatModel(self.source.config, self.architecture, self.options.device) if needs else None
         needed = self._layers_needed()
         if model and self.calibration and needed:
             model.embed(self.calibration.input_ids, self._embedding_rows)
+        written: Future[None] | None = None
         for layer in range(layers):
             self.report("quantizing layers", layer, layers)
-            finished = self.work.finished(_layer_part(layer))
-            if finished:
-                self.warnings += self.work.warnings(_layer_part(layer))
-            if finished and (model is None or layer >= needed):
+            name = _layer_part(layer)
+            if name in self.finished and (model is None or layer >= needed):
                 continue
             weights = self._folded_layer(layer)
             release_freed_memory()
             # Linear layers that read the same input share one Hessian and are solved as one matrix.
-            collect = () if finished else self.architecture.shared_inputs(layer)
+            collect = () if name in self.finished else self.architecture.shared_inputs(layer)
             hessians = model.run_layer(layer, weights, collect) if model else {}
             release_freed_memory()
-            if not finished:
-                part = self._quantize_layer(layer, weights, hessians)
-                self.warnings += part.warnings
-                self.work.write(_layer_part(layer), part)
+            if name in self.finished:
+                continue
+            build = self._quantize_layer(layer, weights, hessians)
+            del weights, hessians
+            if written is not None:
+                written.result()
+            if self.ranks.first:
+                written = writer.submit(self._store, name, build)
+        if written is not None:
+            written.result()
         self.report("quantizing layers", layers, layers)
-        if self.nested_head:
-            self._write_nested_head(model)
+        if self.ranks.first:
+            self.warnings += [text for layer in range(layers) for text in self.work.warnings(_layer_part(layer))]
+
+    def _store(self, name: str, build: Callable[[], Part]) -> None:
+        self.work.write(name, build())
 
     def _layers_needed(self) -> int:
         """How many layers the calibration text has to run through: up to the last part that is missing."""
         layers = self.architecture.layers
-        if self.nested_head and not self.work.finished(HEAD_PART):
+        if self.nested_head and HEAD_PART not in self.finished:
             return layers
-        return max((layer + 1 for layer in range(layers) if not self.work.finished(_layer_part(layer))), default=0)
+        return max((layer + 1 for layer in range(layers) if _layer_part(layer) not in self.finished), default=0)
 
     def _write_nested_head(self, model: FloatModel | None) -> None:
-        if not self.work.finished(HEAD_PART):
+        if HEAD_PART not in self.finished:
             norm = self._final_norm()
             hessian = model.final_hessian(norm.float()) if model else None
             if model:
                 # The calibration activations have served; their memory is needed now.
                 model.hidden = torch.empty(0)
-            self.work.write(HEAD_PART, self._quantize_head(norm, hessian))
-        self.warnings += self.work.warnings(HEAD_PART)
+            if self.ranks.first:
+                self.work.write(HEAD_PART, self._quantize_head(norm, hessian))
+        if self.ranks.first:
+            self.warnings += self.work.warnings(HEAD_PART)
 
     def _quantize_head(self, norm: Tensor, hessian: Tensor | None) -> Part:
         """The final norm as it is stored, and the head as a module, solved some rows at a time."""
         final_norm = self.architecture.final_norm
         name, fold = self._head_source()
         matrix = self.source.read(name)
-        chunks = matrix.split(max(1, WEIGHTS_AT_ONCE // matrix.shape[1]))
+        chunks = matrix.split(rows_at_once(matrix.shape[1], self.options.device))
 
         def progress(done: int) -> None:
             self.report("quantizing the head", done, len(chunks))
@@ -292,28 +333,51 @@ class _Conversion:
         folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
         return {name: tensor.float() for name, tensor in folded}
 
-    def _quantize_layer(self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Part:
-        part = Part()
+    def _quantize_layer(
+        self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]
+    ) -> Callable[[], Part]:
+        """Solve a layer's modules. What comes back makes the part of them: it hashes, and holds CPU tensors alone."""
+        prefix = self.architecture.layer_prefix(layer)
+        matrices = []
         for linears in self.architecture.shared_inputs(layer):
-            names = [f"{self.architecture.layer_prefix(layer)}{linear}" for linear in linears]
-            matrices = {name: weights[f"{name}.weight"] for name in names}
-            group_size = self.plan.group_sizes[names[0]]
-            solved, remarks = quantize_together(matrices, hessians.get(linears[0]), group_size, self.options)
+            names = [prefix + linear for linear in linears]
+            matrices.append(
+                Together(
+                    {name: weights[f"{name}.weight"] for name in names},
+                    hessians.get(linears[0]),
+                    self.plan.group_sizes[names[0]],
+                )
+            )
+        part = Part()
+        records: dict[str, Callable[[], Module]] = {}
+        solved = quantize_together(matrices, self.options, self.ranks)
+        for matrix, (codes, remarks) in zip(matrices, solved, strict=self.ranks.first):
             part.warnings += remarks
-            for name, codes in solved.items():
-                base, refinement = stored_planes(name, codes)
-                bias = f"{name}.bias" if f"{name}.bias" in weights else None
+            for name, weight in matrix.weights.items():
+                base, refinement = stored_planes(name, codes[name])
                 part.base |= _pending(base)
                 part.refinement |= _pending(refinement)
-                part.modules[name] = module_record(
-                    name, codes, matrices[name], base | refinement, group_size=group_size, bias=bias
+                records[name] = partial(
+                    module_record,
+                    name,
+                    base | refinement,
+                    measure(codes[name], weight),
+                    shape=(weight.shape[0], weight.shape[1]),
+                    group_size=matrix.group_size,
+                    bias=f"{name}.bias" if f"{name}.bias" in weights else None,
                 )
-            del solved, matrices
+            del codes
             release_freed_memory()
-        for name in self.architecture.layer_tensors(layer):
-            if name.removesuffix(".weight") not in part.modules:
-                part.base[name] = pending_tensor(self._kept(name, weights[name]))
-        return part
+        if self.ranks.first:
+            for name in self.architecture.layer_tensors(layer):
+                if name.removesuffix(".weight") not in records:
+                    part.base[name] = pending_tensor(self._kept(name, weights[name]))
+
+        def complete() -> Part:
+            part.modules |= {name: record() for name, record in records.items()}
+            return part
+
+        return complete
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:
         """An unquantized tensor in its source type, on the CPU. Raises `SourceError` where it does not fit."""

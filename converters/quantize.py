@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,16 @@ from torch import Tensor
 from bitnest_format import nesting, packing
 from bitnest_format.checkpoint import BASE_SUFFIX, REFINEMENT_SUFFIX, SCALE_SUFFIX
 from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.hessian import InverseFactor, inverse_factor
 from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
+from bitnest_format.converters.ranks import ALONE, Ranks
 from bitnest_format.manifest import Module, Plane
 from bitnest_format.shards import tensor_sha256
 
-# Weights that are solved at a time; about ten float32 copies of them exist meanwhile.
+# Weights that are solved at a time; about ten float32 copies of them exist meanwhile. Few large pieces keep a GPU busy.
 WEIGHTS_AT_ONCE = 1 << 24
+WEIGHTS_AT_ONCE_ON_GPU = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +44,116 @@ class Codes:
     saturation: float
 
 
-def quantize_together(
-    weights: Mapping[str, Tensor], hessian: Tensor | None, group_size: int, options: ConvertOptions
-) -> tuple[dict[str, Codes], list[str]]:
-    """Quantize modules that share their input, as one matrix, and say what went other than asked for.
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Modules that share their input, to be quantized as one matrix.
 
     `weights`: float32 `[O, I]` by module name; `hessian`: the mean `X^T X` of their input, float32 `[I, I]`, or None
     to round to nearest.
     """
-    factor = None if hessian is None else gptq_solver.inverse_factor(hessian, options.damping)
+
+    weights: Mapping[str, Tensor]
+    hessian: Tensor | None
+    group_size: int
+
+    @property
+    def inputs(self) -> int:
+        return next(iter(self.weights.values())).shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return sum(weight.shape[0] for weight in self.weights.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Solved rows of a matrix: codes int8 `[r, I]`, scales `[r, G]`, each row's share of clipped codes `[r]`.
+
+    `damping` `[1]`, float64, is what the Hessian needed; NaN where it could not be inverted, or there is none.
+    """
+
+    base: Tensor
+    refinement: Tensor
+    scale: Tensor
+    clipped: Tensor
+    damping: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.base, self.refinement, self.scale, self.clipped, self.damping
+
+    @classmethod
+    def empty(cls, rows: int, inputs: int, groups: int, scale_type: torch.dtype) -> Block:
+        codes = torch.empty(2, rows, inputs, dtype=torch.int8)
+        scale = torch.empty(rows, groups, dtype=scale_type)
+        return cls(codes[0], codes[1], scale, torch.empty(rows), torch.empty(1, dtype=torch.float64))
+
+
+def rows_at_once(inputs: int, device: torch.device | str) -> int:
+    """How many rows of a matrix are solved at a time."""
+    weights = WEIGHTS_AT_ONCE_ON_GPU if torch.device(device).type == "cuda" else WEIGHTS_AT_ONCE
+    return max(1, weights // inputs)
+
+
+def quantize_together(
+    matrices: Sequence[Together], options: ConvertOptions, ranks: Ranks = ALONE
+) -> Iterator[tuple[dict[str, Codes], list[str]]]:
+    """Quantize matrices one after the other: the codes of each one's modules, and what went other than asked for.
+
+    Rows do not see each other: taking them in blocks bounds the memory and lets ranks share the work. The blocks do
+    not depend on the number of ranks. Every rank calls this with the same matrices; rank 0 alone is given results.
+    """
+    tasks = [(number, block) for number, matrix in enumerate(matrices) for block in _blocks(matrix)]
+    owners = ranks.share([(rows.stop - rows.start) * matrices[number].inputs ** 2 for number, rows in tasks])
+    solved: list[Block] = []
+    for number, matrix in enumerate(matrices):
+        stacked = torch.cat(list(matrix.weights.values()))
+        scale_type = nesting.stored_scale_type(nesting.group_max_abs(stacked, matrix.group_size))
+        todo = [(rows, owner) for (place, rows), owner in zip(tasks, owners, strict=True) if place == number]
+        factor = None
+        if matrix.hessian is not None and any(owner == ranks.index for _, owner in todo):
+            factor = inverse_factor(matrix.hessian, options.damping)
+        blocks = []
+        for rows, owner in todo:
+            if owner == ranks.index:
+                blocks.append(_quantize(stacked[rows], factor, matrix.group_size, scale_type, options))
+            elif ranks.first:
+                groups = matrix.inputs // matrix.group_size
+                blocks.append(Block.empty(rows.stop - rows.start, matrix.inputs, groups, scale_type))
+                ranks.receive(owner, blocks[-1].tensors())
+        device = stacked.device
+        del stacked, factor
+        if ranks.first:
+            joined = _joined(matrix, blocks, device, options.damping)
+            del blocks
+            yield joined
+        else:
+            solved += [Block(*(tensor.cpu() for tensor in block.tensors())) for block in blocks]
+    # Not before all is solved: rank 0 does not listen while it has work of its own.
+    for block in solved:
+        ranks.send(block.tensors())
+
+
+def _blocks(matrix: Together) -> Iterator[slice]:
+    step = rows_at_once(matrix.inputs, next(iter(matrix.weights.values())).device)
+    for first in range(0, matrix.outputs, step):
+        yield slice(first, min(first + step, matrix.outputs))
+
+
+def _joined(
+    matrix: Together, blocks: Sequence[Block], device: torch.device, damping: float
+) -> tuple[dict[str, Codes], list[str]]:
+    """The codes of each module, and remarks."""
+    columns = zip(*(block.tensors()[:4] for block in blocks), strict=True)
+    base, refinement, scale, clipped = (torch.cat([part.to(device) for part in column]) for column in columns)
     codes = {}
-    stacked = torch.cat(list(weights.values()))
-    scale_type = nesting.stored_scale_type(nesting.group_max_abs(stacked, group_size))
-    # Rows do not see each other: taking them in parts bounds the memory and changes nothing.
-    parts = [
-        _quantize(rows, factor, group_size, scale_type, options)
-        for rows in stacked.split(max(1, WEIGHTS_AT_ONCE // stacked.shape[1]))
-    ]
-    del stacked
-    base, refinement, scale, clipped = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     first = 0
-    for name, weight in weights.items():
+    for name, weight in matrix.weights.items():
         rows = slice(first, first + weight.shape[0])
         codes[name] = Codes(base[rows], refinement[rows], scale[rows], float(clipped[rows].mean()))
         first = rows.stop
-    return codes, [] if hessian is None else _remarks(list(weights), factor, options.damping)
+    if matrix.hessian is None:
+        return codes, []
+    return codes, _remarks(list(matrix.weights), float(blocks[0].damping), damping)
 
 
 def quantize_in_pieces(
@@ -78,10 +167,10 @@ def quantize_in_pieces(
     """Quantize a module whose weight is too large to be held in float32, such as the head.
 
     `pieces()` gives the rows of its weight, float32 `[r, I]`, in order and always alike; it is called twice, because
-    the type of the scales has to be known first. `hessian` as in `quantize_together`. What is held of a finished
+    the type of the scales has to be known first. `hessian` as in `Together`. What is held of a finished
     piece are its packed planes and scales. `progress` is called with the number of finished pieces, from 0 on.
     """
-    factor = None if hessian is None else gptq_solver.inverse_factor(hessian, options.damping)
+    factor = None if hessian is None else inverse_factor(hessian, options.damping)
     fits = all(
         nesting.stored_scale_type(nesting.group_max_abs(weight, group_size)) == torch.float16 for weight in pieces()
     )
@@ -91,44 +180,40 @@ def quantize_in_pieces(
     outputs = inputs = 0
     for number, weight in enumerate(pieces()):
         progress(number)
-        base, refinement, scale, clipped_rows = _quantize(weight, factor, group_size, scale_type, options)
-        stored[BASE_SUFFIX].append(packing.pack(base).cpu())
-        stored[SCALE_SUFFIX].append(scale.cpu())
-        stored[REFINEMENT_SUFFIX].append(packing.pack(refinement).cpu())
-        clipped += float(clipped_rows.double().sum())
+        block = _quantize(weight, factor, group_size, scale_type, options)
+        stored[BASE_SUFFIX].append(packing.pack(block.base).cpu())
+        stored[SCALE_SUFFIX].append(block.scale.cpu())
+        stored[REFINEMENT_SUFFIX].append(packing.pack(block.refinement).cpu())
+        clipped += float(block.clipped.double().sum())
         norm += _squared_norm(weight)
-        draft_error += _squared_norm(nesting.draft_weight(base, scale) - weight)
-        target_error += _squared_norm(nesting.target_weight(base, refinement, scale) - weight)
+        draft_error += _squared_norm(nesting.draft_weight(block.base, block.scale) - weight)
+        target_error += _squared_norm(nesting.target_weight(block.base, block.refinement, block.scale) - weight)
         outputs, inputs = outputs + weight.shape[0], weight.shape[1]
-        del base, refinement, scale, weight
+        del block, weight
         release_freed_memory()
     planes = {f"{name}.{suffix}": torch.cat(stored.pop(suffix)) for suffix in tuple(stored)}
     refinement_name = f"{name}.{REFINEMENT_SUFFIX}"
+    measured = Measured(
+        clipped / outputs,
+        draft_error=(draft_error / norm) ** 0.5 if norm else 0.0,
+        target_error=(target_error / norm) ** 0.5 if norm else 0.0,
+    )
     return SolvedModule(
         base={stored_name: tensor for stored_name, tensor in planes.items() if stored_name != refinement_name},
         refinement={refinement_name: planes[refinement_name]},
-        record=_record(
-            name,
-            planes,
-            shape=(outputs, inputs),
-            group_size=group_size,
-            bias=None,
-            saturation=clipped / outputs,
-            draft_error=(draft_error / norm) ** 0.5 if norm else 0.0,
-            target_error=(target_error / norm) ** 0.5 if norm else 0.0,
-        ),
-        remarks=[] if hessian is None else _remarks([name], factor, options.damping),
+        record=module_record(name, planes, measured, shape=(outputs, inputs), group_size=group_size, bias=None),
+        remarks=[] if hessian is None else _remarks([name], factor.damping if factor else math.nan, options.damping),
     )
 
 
 def _quantize(
     weight: Tensor,
-    factor: gptq_solver.InverseFactor | None,
+    factor: InverseFactor | None,
     group_size: int,
     scale_type: torch.dtype,
     options: ConvertOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Base codes, refinement codes, scales in their stored type, and each row's share of clipped codes."""
+) -> Block:
+    """Both planes of some rows, float32 `[r, I]`, with scales in their stored type."""
     gptq = options.base == "gptq"
     base = gptq_solver.solve_base(
         weight,
@@ -146,19 +231,17 @@ def _quantize(
     else:
         refinement = nesting.encode_refinement(weight, base.codes, base.scale)
         clipped = nesting.saturated(weight, base.codes, base.scale).float().mean(dim=1)
-    return base.codes, refinement, base.scale.to(scale_type), clipped
+    damping = torch.tensor([factor.damping if factor else math.nan], dtype=torch.float64)
+    return Block(base.codes, refinement, base.scale.to(scale_type), clipped, damping)
 
 
-def _remarks(names: list[str], factor: gptq_solver.InverseFactor | None, damping: float) -> list[str]:
+def _remarks(names: list[str], needed: float, damping: float) -> list[str]:
     where = ", ".join(names)
-    if factor is None:
+    if math.isnan(needed):
         return [f"{where}: the Hessian could not be inverted; rounded to nearest instead"]
-    if factor.damping == damping:
+    if needed == damping:
         return []
-    return [
-        f"{where}: the Hessian needed damping {factor.damping:g} (asked for {damping:g}); "
-        "more calibration text may help"
-    ]
+    return [f"{where}: the Hessian needed damping {needed:g} (asked for {damping:g}); more calibration text may help"]
 
 
 def stored_planes(name: str, codes: Codes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -170,33 +253,35 @@ def stored_planes(name: str, codes: Codes) -> tuple[dict[str, Tensor], dict[str,
     return base, {f"{name}.{REFINEMENT_SUFFIX}": packing.pack(codes.refinement).cpu()}
 
 
-def module_record(
-    name: str, codes: Codes, weight: Tensor, planes: Mapping[str, Tensor], *, group_size: int, bias: str | None
-) -> Module:
-    """The manifest's record: digests of the stored `planes`, and errors against `weight` float32 `[O, I]`."""
-    return _record(
-        name,
-        planes,
-        shape=(weight.shape[0], weight.shape[1]),
-        group_size=group_size,
-        bias=bias,
-        saturation=codes.saturation,
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How well a module's codes do: the share that was clipped, and relative errors of both views' weights."""
+
+    saturation: float
+    draft_error: float
+    target_error: float
+
+
+def measure(codes: Codes, weight: Tensor) -> Measured:
+    """Errors against `weight` float32 `[O, I]`."""
+    return Measured(
+        codes.saturation,
         draft_error=_relative_error(nesting.draft_weight(codes.base, codes.scale), weight),
         target_error=_relative_error(nesting.target_weight(codes.base, codes.refinement, codes.scale), weight),
     )
 
 
-def _record(
+def module_record(
     name: str,
     planes: Mapping[str, Tensor],
+    measured: Measured,
     *,
     shape: tuple[int, int],
     group_size: int,
     bias: str | None,
-    saturation: float,
-    draft_error: float,
-    target_error: float,
 ) -> Module:
+    """The manifest's record, with digests of the stored `planes`."""
+
     def plane(suffix: str) -> Plane:
         return Plane(name=f"{name}.{suffix}", sha256=tensor_sha256(planes[f"{name}.{suffix}"]))
 
@@ -207,9 +292,9 @@ def _record(
         scale=plane(SCALE_SUFFIX),
         refinement=plane(REFINEMENT_SUFFIX),
         bias=bias,
-        saturation=round(saturation, 6),
-        draft_error=round(draft_error, 6),
-        target_error=round(target_error, 6),
+        saturation=round(measured.saturation, 6),
+        draft_error=round(measured.draft_error, 6),
+        target_error=round(measured.target_error, 6),
     )
 
 

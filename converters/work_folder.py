@@ -108,6 +108,10 @@ class WorkFolder:
     def finished(self, name: str) -> bool:
         return self._record(name).is_file()
 
+    def all_finished(self) -> set[str]:
+        """The names of all parts that are there."""
+        return {path.stem for path in self.folder.glob("*.json") if path.name != STATE_FILE}
+
     def write(self, name: str, part: Part) -> None:
         """Store a part; its record is renamed into place last."""
         groups = {"base": part.base, REFINEMENT_KEY: part.refinement}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bitnest_format import nesting
 from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.hessian import LARGEST_DAMPING, HessianSum, InverseFactor, inverse_factor
 
 F16 = torch.float16
 
@@ -19,7 +20,7 @@ def _problem(outputs: int, inputs: int, seed: int = 0, samples: int = 512) -> tu
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator) * 0.05
     mix = torch.randn(inputs, inputs, generator=generator) / inputs**0.5 + 0.5 * torch.eye(inputs)
-    sums = gptq_solver.HessianSum(inputs)
+    sums = HessianSum(inputs)
     sums.add(torch.randn(samples, inputs, generator=generator) @ mix)
     return weight, sums.mean()
 
@@ -29,14 +30,14 @@ def _error(weight: Tensor, rebuilt: Tensor, hessian: Tensor) -> float:
     return float(((difference @ hessian.double()) * difference).sum())
 
 
-def _factor(hessian: Tensor, damping: float = 0.01) -> gptq_solver.InverseFactor:
-    factor = gptq_solver.inverse_factor(hessian, damping)
+def _factor(hessian: Tensor, damping: float = 0.01) -> InverseFactor:
+    factor = inverse_factor(hessian, damping)
     assert factor is not None
     return factor
 
 
 def test_hessian_sum_is_the_mean_outer_product() -> None:
-    sums = gptq_solver.HessianSum(3)
+    sums = HessianSum(3)
     sums.add(torch.tensor([[[1.0, 2.0, 0.0]], [[0.0, 1.0, 3.0]]]))
     assert sums.tokens == 2
     assert sums.mean().tolist() == [[0.5, 1.0, 0.0], [1.0, 2.5, 1.5], [0.0, 1.5, 4.5]]
@@ -198,11 +199,11 @@ def test_zero_groups_and_zero_rows_come_back_as_exact_zeros() -> None:
 
 def test_rank_one_hessian_is_damped_not_failed() -> None:
     token = torch.randn(1, 256, generator=torch.Generator().manual_seed(0))
-    sums = gptq_solver.HessianSum(256)
+    sums = HessianSum(256)
     sums.add(token.expand(64, -1))
     weight, _ = _problem(4, 256)
-    factor = gptq_solver.inverse_factor(sums.mean(), 0.01)
-    assert factor is not None and factor.damping <= gptq_solver.LARGEST_DAMPING
+    factor = inverse_factor(sums.mean(), 0.01)
+    assert factor is not None and factor.damping <= LARGEST_DAMPING
     base = gptq_solver.solve_base(weight, factor, group_size=128, scale_type=F16, sweeps=1)
     assert bool(torch.isfinite(nesting.draft_weight(base.codes, base.scale)).all())
 
@@ -210,12 +211,12 @@ def test_rank_one_hessian_is_damped_not_failed() -> None:
 def test_indefinite_hessian_raises_the_damping_and_gives_up_at_the_bound() -> None:
     hessian = torch.eye(8)
     hessian[0, 1] = hessian[1, 0] = 1.05
-    factor = gptq_solver.inverse_factor(hessian, 0.01)
+    factor = inverse_factor(hessian, 0.01)
     assert factor is not None and factor.damping == pytest.approx(0.1)
     hessian[0, 1] = hessian[1, 0] = 5.0
-    assert gptq_solver.inverse_factor(hessian, 0.01) is None
+    assert inverse_factor(hessian, 0.01) is None
     hessian[0, 0] = torch.nan
-    assert gptq_solver.inverse_factor(hessian, 0.01) is None
+    assert inverse_factor(hessian, 0.01) is None
 
 
 def test_dead_columns_are_rounded_to_nearest() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from bitnest_format import nesting, shards
 from bitnest_format.architecture import read_architecture
 from bitnest_format.checkpoint import Checkpoint
-from bitnest_format.converters import pipeline, work_folder
+from bitnest_format.converters import pipeline, quantize, work_folder
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.pipeline import ConversionResult, convert
 from bitnest_format.converters.rotation import make_rotation, rotate_head, rotate_layer
@@ -149,7 +149,7 @@ def test_nested_head(
     source = model_folder(tied=tied)
     plain = _convert(source, tmp_path / "plain", options(rotation=rotation, **changes))
     # Four pieces, the last of them shorter.
-    monkeypatch.setattr(pipeline, "WEIGHTS_AT_ONCE", 100 * 256)
+    monkeypatch.setattr(quantize, "WEIGHTS_AT_ONCE", 100 * 256)
     nested = _convert(source, tmp_path / "out", options(rotation=rotation, quantize_lm_head=True, **changes))
     assert validate(tmp_path / "out", deep=True) == []
 
@@ -213,7 +213,7 @@ def test_a_nested_head_far_beyond_float16_gets_float32_scales(
     def stretch(tensors: dict[str, Tensor]) -> None:
         tensors[HEAD][319, :128] *= 1e6 / float(tensors[HEAD][319, :128].abs().max())
 
-    monkeypatch.setattr(pipeline, "WEIGHTS_AT_ONCE", 100 * 256)
+    monkeypatch.setattr(quantize, "WEIGHTS_AT_ONCE", 100 * 256)
     _convert(model_folder(change=stretch), tmp_path / "out", options(rotation="none", quantize_lm_head=True))
     scale = Checkpoint(tmp_path / "out").weight("lm_head").scale
     assert scale.dtype == torch.float32 and float(scale[319, 0]) > 65504
@@ -227,7 +227,7 @@ def test_a_nested_head_far_beyond_float16_gets_float32_scales(
 def test_resumed_nested_head_ends_with_the_same_bytes(
     stage: str, done: int, model_folder: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "WEIGHTS_AT_ONCE", 100 * 256)
+    monkeypatch.setattr(quantize, "WEIGHTS_AT_ONCE", 100 * 256)
     source = model_folder(tied=True)
     _convert(source, tmp_path / "whole", options(quantize_lm_head=True))
     with pytest.raises(KeyboardInterrupt):
@@ -241,7 +241,7 @@ def test_resumed_nested_head_ends_with_the_same_bytes(
 def test_warnings_of_a_nested_head_survive_a_resume(
     model_folder: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bitnest_format.converters.gptq_solver.inverse_factor", lambda hessian, damping: None)
+    monkeypatch.setattr("bitnest_format.converters.quantize.inverse_factor", lambda hessian, damping: None)
     source = model_folder()
     stop = _interrupt_at("writing the checkpoint", 0)
     with pytest.raises(KeyboardInterrupt):
@@ -460,7 +460,7 @@ def test_one_repeated_token_ends_with_finite_codes(model_folder: Any, options: A
 def test_hessian_that_cannot_be_inverted_is_reported_and_survives_a_resume(
     model_folder: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bitnest_format.converters.gptq_solver.inverse_factor", lambda hessian, damping: None)
+    monkeypatch.setattr("bitnest_format.converters.quantize.inverse_factor", lambda hessian, damping: None)
     source = model_folder()
     with pytest.raises(KeyboardInterrupt):
         _convert(source, tmp_path / "out", options(), progress=_interrupt_at("quantizing layers", 1))
