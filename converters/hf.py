@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -77,7 +78,7 @@ DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$")
 NUMBERED_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors$")
 
 READ_BYTES = 1 << 20
-READERS = 2
+READERS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -239,24 +239,24 @@ class _Conversion:
         model = None
         if self.options.needs_hessians:
             model = FloatModel(self.source.config, self.architecture, self.options.device, self.ranks)
-        # One thread hashes and writes a layer while the next one is solved.
-        with ThreadPoolExecutor(1) as writer:
-            self._run_layers(model, writer)
+        # While a layer is solved, one thread hashes and writes the one before it, and one may read the next.
+        with ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as reader:
+            self._run_layers(model, writer, reader)
         if self.nested_head:
             self._write_nested_head(model)
 
-    def _run_layers(self, model: FloatModel | None, writer: Executor) -> None:
+    def _run_layers(self, model: FloatModel | None, writer: Executor, reader: Executor) -> None:
         layers = self.architecture.layers
         needed = self._layers_needed()
         if model and self.calibration and needed:
             model.embed(self.calibration.input_ids, self._embedding_rows)
+        missing = [layer for layer in range(layers) if _layer_part(layer) not in self.finished]
         written: Future[None] | None = None
-        for layer in range(layers):
+        for layer, tensors in self._read_layers(range(needed) if model else missing, reader):
             self.report("quantizing layers", layer, layers)
             name = _layer_part(layer)
-            if name in self.finished and (model is None or layer >= needed):
-                continue
-            weights = self._folded_layer(layer)
+            weights = self._folded_layer(layer, tensors)
+            del tensors
             release_freed_memory()
             # Linear layers that read the same input share one Hessian and are solved as one matrix.
             collect = () if name in self.finished else self.architecture.shared_inputs(layer)
@@ -275,6 +275,20 @@ class _Conversion:
         self.report("quantizing layers", layers, layers)
         if self.ranks.first:
             self.warnings += [text for layer in range(layers) for text in self.work.warnings(_layer_part(layer))]
+
+    def _read_layers(self, layers: Sequence[int], reader: Executor) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Each layer's tensors on the CPU, in their stored types; for a GPU, the next layer's are read meanwhile."""
+        ahead = self.options.device != "cpu"
+        coming: Future[dict[str, Tensor]] | None = None
+        for place, layer in enumerate(layers):
+            tensors = self._read_layer(layer) if coming is None else coming.result()
+            if ahead and place + 1 < len(layers):
+                coming = reader.submit(self._read_layer, layers[place + 1])
+            yield layer, tensors
+            del tensors
+
+    def _read_layer(self, layer: int) -> dict[str, Tensor]:
+        return {name: self.source.read(name) for name in self.architecture.layer_tensors(layer)}
 
     def _store(self, name: str, build: Callable[[], Part]) -> None:
         self.work.write(name, build())
@@ -324,10 +338,9 @@ class _Conversion:
             warnings=solved.remarks,
         )
 
-    def _folded_layer(self, layer: int) -> dict[str, Tensor]:
-        """The layer's tensors by full name, rotated in float64 and cast to float32 on the device, or as stored."""
-        names = self.architecture.layer_tensors(layer)
-        tensors = {name: self.source.read(name).to(self.options.device) for name in names}
+    def _folded_layer(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer's `tensors`, by full name, rotated in float64 and cast to float32 on the device, or as stored."""
+        tensors = {name: tensor.to(self.options.device) for name, tensor in tensors.items()}
         if self.rotation is None:
             return {name: tensor.float() for name, tensor in tensors.items()}
         folded = rotate_layer(tensors, layer, self.architecture, self.rotation)

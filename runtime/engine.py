@@ -43,8 +43,8 @@ Mode = Literal["half", "target", "nested", "draft"]
 RING = 256
 # Entries beyond those that may be committed: a round in flight writes drafts that nobody will keep.
 SLACK = 2 * (DECODE_ROWS + 1)
-# Cache entries up to which drafts read KV8. Reading KV4 instead costs some 1.3 % of the tokens of a round; it makes rounds
-# of LLaMA-3-8B and LLaMA-2-7B 0 and 1 % shorter at 2K, 2 and 7 % at 4K, 4 and 9 % at 8K (benchmarks/gpu-log.md).
+# Cache entries up to which drafts read KV8. Reading KV4 costs some 1.3 % of a round's tokens; it makes rounds of
+# LLaMA-3-8B and LLaMA-2-7B 0 and 1 % shorter at 2K, 2 and 7 % at 4K, 4 and 9 % at 8K (benchmarks/gpu-log.md).
 SWITCH_LENGTH = 2048
 # A norm, the head, and the choice of a token.
 TAIL_NODES = 3
