@@ -65,6 +65,12 @@ class NestedWeight:
     bias: Tensor | None = None
     permutation: Tensor | None = None
 
+    def rows(self, part: slice) -> NestedWeight:
+        """Some outputs of the module, as views of its tensors."""
+        refinement = None if self.refinement is None else self.refinement[part]
+        bias = None if self.bias is None else self.bias[part]
+        return NestedWeight(self.base[part], self.scale[part], refinement, bias, self.permutation)
+
     def base_codes(self) -> Tensor:
         """`q4`, int8 `[O, I]`."""
         return packing.unpack(self.base)

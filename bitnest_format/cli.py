@@ -486,6 +486,53 @@ def export(
     click.echo(_json(result.to_dict()) if as_json else _export_text(result))
 
 
+@main.command(epilog=example("bitnest-format diff ./SmolLM2-BitNest ./SmolLM2-135M-Instruct"))
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--rotation-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The rotation A was made with, where its manifest cannot make it again (spinquant, learned).",
+)
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of A.")
+@click.option("--other-revision", metavar="REV", help="Branch, tag or commit of B.")
+@json_option
+@click.pass_context
+def diff(
+    ctx: click.Context,
+    /,
+    a: str,
+    b: str,
+    rotation_file: Path | None,
+    revision: str | None,
+    other_revision: str | None,
+    as_json: bool,
+) -> None:
+    """Compare the nested checkpoint A with B.
+
+    B is another nested checkpoint, the full-precision model A was made of (A's rotation is accounted for), or a GPTQ or
+    compressed-tensors checkpoint; either may come first, and be a folder or a Hub repository id. Shows, per module,
+    errors, saturation and which planes are equal byte for byte, and every other difference.
+
+    Exit status 0: they do not differ; 1: they do, or could not be compared; 2: wrong call. Against a full-precision
+    model, quantization errors are no difference as long as the manifest records them.
+    """
+    from bitnest_format import hub
+    from bitnest_format.converters.diff import diff as run_diff
+    from bitnest_format.converters.diff_report import render
+    from bitnest_format.progress import StageProgress
+
+    left, right = (
+        hub.locate(name, revision=rev, patterns=hub.SOURCE_FILES) for name, rev in ((a, revision), (b, other_revision))
+    )
+    for located in (left, right):
+        _note(located)
+    with StageProgress() as progress:
+        report = run_diff(left.path, right.path, names=(a, b), rotation_file=rotation_file, progress=progress)
+    click.echo(_json(report.to_dict()) if as_json else render(report))
+    ctx.exit(1 if report.differs else 0)
+
+
 @main.command(epilog=example('bitnest-format generate ./SmolLM2-BitNest --stats --prompt "Why do birds build nests?"'))
 @click.argument("checkpoint")
 @click.option("--prompt", metavar="TEXT", help="The text to continue or to answer.")

@@ -25,6 +25,7 @@ from bitnest_format.manifest import Module
 
 Activations = Literal["none", "int8"]
 
+PACKED = "pack-quantized"
 WORD_BITS = 32
 # Rows of a weight that are dequantized at a time.
 ROW_PIECE_WEIGHTS = 1 << 24
@@ -132,24 +133,27 @@ def words(weight: NestedWeight, view: View) -> Tensor:
     return weight.base if view == "draft" else pack_bytes(weight.target_codes())
 
 
+def in_source_order(columns: Tensor, permutation: Tensor | None) -> Tensor:
+    """`[..., I]` with its columns where the source has them: stored column `j` belongs to input `permutation[j]`."""
+    if permutation is None:
+        return columns
+    ordered = torch.empty_like(columns)
+    ordered[..., permutation.long()] = columns
+    return ordered
+
+
 def words_in_source_order(weight: NestedWeight, view: View) -> Tensor:
-    """`words` with the columns back where the source has them; stored column `j` belongs to input `permutation[j]`."""
+    """`words` with the columns back where the source has them."""
     if weight.permutation is None:
         return words(weight, view)
-    codes = weight.base_codes() if view == "draft" else weight.target_codes()
-    ordered = torch.empty_like(codes)
-    ordered[:, weight.permutation.long()] = codes
-    return packing.pack(ordered) if view == "draft" else pack_bytes(ordered)
+    if view == "draft":
+        return packing.pack(in_source_order(weight.base_codes(), weight.permutation))
+    return pack_bytes(in_source_order(weight.target_codes(), weight.permutation))
 
 
 def group_index(inputs: int, group_size: int, permutation: Tensor | None) -> Tensor:
     """The group of every input in the source's order: int32 `[I]`."""
-    groups = torch.arange(inputs, dtype=torch.int32) // group_size
-    if permutation is None:
-        return groups
-    index = torch.empty_like(groups)
-    index[permutation.long()] = groups
-    return index
+    return in_source_order(torch.arange(inputs, dtype=torch.int32) // group_size, permutation)
 
 
 def dequantized(weight: NestedWeight, view: View) -> Iterator[Tensor]:
@@ -157,15 +161,7 @@ def dequantized(weight: NestedWeight, view: View) -> Iterator[Tensor]:
     outputs, inputs = weight.base.shape[0], weight.base.shape[1] * packing.CODES_PER_WORD
     rows = max(1, ROW_PIECE_WEIGHTS // inputs)
     for first in range(0, outputs, rows):
-        part = slice(first, first + rows)
-        refinement = None if weight.refinement is None else weight.refinement[part]
-        exact = NestedWeight(base=weight.base[part], scale=weight.scale[part], refinement=refinement).dequantize(view)
-        if weight.permutation is None:
-            yield exact
-        else:
-            ordered = torch.empty_like(exact)
-            ordered[:, weight.permutation.long()] = exact
-            yield ordered
+        yield in_source_order(weight.rows(slice(first, first + rows)).dequantize(view), weight.permutation)
 
 
 def _compressed_tensors(module: Module, view: View, dtype: torch.dtype) -> list[ExportedTensor]:
@@ -248,7 +244,7 @@ def _compressed_tensors_config(export: Quantized) -> dict[str, Any]:
     groups = [_config_group(export, size, targets) for size, targets in _targets(export)]
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": PACKED,
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": list(export.unquantized),
@@ -259,13 +255,12 @@ def _compressed_tensors_config(export: Quantized) -> dict[str, Any]:
 def _config_group(export: Quantized, group_size: int, targets: list[str]) -> dict[str, Any]:
     grouped = {"strategy": "channel"} if group_size == PER_ROW else {"strategy": "group", "group_size": group_size}
     weights = {"num_bits": export.bits, "type": "int", "symmetric": True, **grouped, "dynamic": False}
+    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    if export.activations == "none":
+        return group
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    return {
-        "targets": targets,
-        "weights": weights,
-        "input_activations": inputs if export.activations == "int8" else None,
-        "output_activations": None,
-    }
+    # Readers take weights beside quantized inputs for unpacked ones unless the group says otherwise.
+    return {**group, "input_activations": inputs, "format": PACKED}
 
 
 def _targets(export: Quantized) -> list[tuple[int, list[str]]]:

@@ -191,7 +191,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_loads_nothing_heavy():
-    for command in ("", "convert", "validate", "inspect", "push", "pull", "export", "generate", "bench"):
+    for command in ("", "convert", "validate", "inspect", "push", "pull", "export", "diff", "generate", "bench"):
         arguments = [command, "--help"] if command else ["--help"]
         code = f"from bitnest_format.cli import main; main({arguments!r}, standalone_mode=False)"
         assert loaded_by(code) & HEAVY == set(), command

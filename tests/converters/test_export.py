@@ -295,6 +295,7 @@ def test_mixed_group_sizes_and_plain_linears_are_named(tiny_checkpoint, tmp_path
     assert block["ignore"] == []
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     assert [group["input_activations"] for group in block["config_groups"].values()] == [inputs, inputs]
+    assert {group["format"] for group in block["config_groups"].values()} == {"pack-quantized"}
     run(folder, tmp_path / "gptq", "gptq")
     block = read_config(tmp_path / "gptq")["quantization_config"]
     assert (block["group_size"], block["lm_head"]) == (128, True)
