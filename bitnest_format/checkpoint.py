@@ -259,7 +259,7 @@ class CheckpointWriter:
         document = manifest.to_dict()
         document["files"] = {n: {"size": f.size, "sha256": f.sha256} for n, f in sorted(files.items())}
         complete = Manifest.from_dict(document)
-        write_json(self.folder / MANIFEST_FILE, complete.to_dict())
+        (self.folder / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
         return complete
 
     def _write_family(self, plane: str, tensors: Mapping[str, Pending], files: dict[str, FileRecord]) -> dict[str, str]:

@@ -7,6 +7,7 @@ reader may go on at all: the version and the required features. Fields this vers
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from bitnest_format.errors import Finding, ManifestError, UnsupportedVersionErro
 from bitnest_format.spec import FORMAT_NAME, FORMAT_VERSION, KNOWN_FEATURES, SUPPORTED_MAJOR, manifest_schema
 
 MANIFEST_FILE = "bitnest.json"
+# Objects with an entry for every module or file: each entry takes one line.
+LINE_PER_ENTRY = ("modules", "files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,14 @@ class Manifest:
             **self.extra,
         }
 
+    def to_json(self) -> str:
+        """The text of `bitnest.json`: indented by two, and each module and each file on a line of its own.
+
+        So it stays readable, also in a line-wise diff, and is a quarter smaller than with indents throughout.
+        """
+        lines = [f"  {_compact(key)}: {_indented(key, value)}" for key, value in self.to_dict().items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
     @classmethod
     def from_dict(cls, data: Any) -> Manifest:
         """Check `data` and build the record.
@@ -200,6 +211,18 @@ def schema_findings(data: Any) -> list[Finding]:
         Finding(MANIFEST_FILE, ".".join(map(str, error.absolute_path)) or "(top level)", error.message[:300])
         for error in sorted(errors, key=lambda error: list(map(str, error.absolute_path)))
     ]
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _indented(key: str, value: Any) -> str:
+    """A field of the document as JSON, its lines indented by two but for the first."""
+    if key in LINE_PER_ENTRY and value:
+        lines = [f"    {_compact(name)}: {_compact(entry)}" for name, entry in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n  }"
+    return json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
 
 
 def _plane(data: Mapping[str, Any]) -> Plane:

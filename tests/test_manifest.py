@@ -224,3 +224,19 @@ def test_all_schema_faults_are_listed(document):
         "source",
         "views",
     ]
+
+
+def test_each_module_and_file_has_a_line_of_its_own(tiny_checkpoint, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "模型")
+    text = (folder / "bitnest.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    manifest = Manifest.from_dict(document)
+    assert manifest.to_json() == text
+    lines = text.splitlines()
+    assert len(lines) < 100
+    for name, entry in [*document["modules"].items(), *document["files"].items()]:
+        (line,) = [line for line in lines if line.startswith(f'    "{name}": {{')]
+        assert json.loads("{" + line.strip().rstrip(",") + "}") == {name: entry}
+    assert lines[0] == "{"
+    assert lines[1:4] == ['  "format": "bitnest",', '  "format_version": "1.0",', '  "required_features": [],']
+    assert text.endswith("  }\n}\n")

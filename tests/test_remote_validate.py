@@ -58,6 +58,18 @@ def test_a_large_checkpoint_moves_less_than_a_megabyte(hub_server, tiny_checkpoi
     assert sum(entry.sent for entry in hub_server.log) < 1_000_000
 
 
+def test_a_model_of_70b_moves_less_than_a_megabyte(hub_server, tiny_checkpoint, tmp_path):
+    """As many modules, of as long names, as LLaMA-3-70B has; its real sizes take 23 more digits a module."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = tiny_checkpoint(tmp_path / "model", num_hidden_layers=80, head_dim=32, vocab_size=64, **sizes)
+    hub_server.create(REPO, folder)
+    before = sum(entry.sent for entry in hub_server.log)
+    assert validate(open_files(REPO)[0]) == []
+    moved = sum(entry.sent for entry in hub_server.log) - before
+    assert moved + 560 * 23 < 1_000_000
+    assert moved / 560 < 1620
+
+
 def test_inspect_says_the_same_as_of_the_folder(hub_server, folder):
     hub_server.create(REPO, folder)
     here, there = inspect_checkpoint(folder).to_dict(), inspect_checkpoint(open_files(REPO)[0]).to_dict()
