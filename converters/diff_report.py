@@ -108,12 +108,18 @@ class DiffReport:
     def differs(self) -> bool:
         return bool(self.entries) or any(module.differs for module in self.modules)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every module was compared, by its bytes or its weights."""
+        return all(module.base_equal is not None or module.draft_error is not None for module in self.modules)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "a": self.a,
             "b": self.b,
             "b_is": self.kind,
             "differs": self.differs,
+            "complete": self.complete,
             "totals": {
                 "modules": len(self.modules),
                 **{f"{plane}_equal": self.equal(plane) for plane in ("base", "scale", "refinement")},
@@ -160,7 +166,8 @@ def render(report: DiffReport) -> str:
         lines += ["", *others[:OTHERS_SHOWN]]
         if len(others) > OTHERS_SHOWN:
             lines.append(f"and {len(others) - OTHERS_SHOWN} more: --json lists all")
-    lines += ["", "They differ." if report.differs else _SAME[report.kind]]
+    same = _SAME[report.kind] if report.complete else "What could be compared does not differ."
+    lines += ["", "They differ." if report.differs else same]
     return "\n".join(lines)
 
 
@@ -191,7 +198,8 @@ def _totals(report: DiffReport) -> list[tuple[str, str]]:
     if report.saturation is not None:
         rows.append(("saturation", f"{report.saturation:.2%} of refinement codes"))
     rows.append(("modules", f"{count}"))
-    rows.append(("unquantized tensors", f"{report.unquantized_equal} of {report.unquantized} equal"))
+    if report.unquantized:
+        rows.append(("unquantized tensors", f"{report.unquantized_equal} of {report.unquantized} equal"))
     return rows
 
 

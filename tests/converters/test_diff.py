@@ -196,6 +196,8 @@ def test_a_rotation_from_a_file(model_folder, tmp_path):
         "--rotation-file to compare weights"
     ]
     assert all(module.draft_error is None for module in blind.modules)
+    assert (blind.differs, blind.complete) == (False, False)
+    assert render(blind).endswith("\nWhat could be compared does not differ.")
     matrices["R1"] = matrices["R1"].T.contiguous()
     torch.save(matrices, tmp_path / "other.bin")
     with pytest.raises(SourceError) as caught:
