@@ -34,7 +34,8 @@ def test_without_a_gpu_one_sentence(invoke, no_gpu, option):
 
 
 def test_prediction_of_the_papers_orin(invoke, no_gpu):
-    options = ("--simulate", "orin-nx-16", "--acceptance", "0.95", "--acceptance-of", "drafts")
+    # There, drafts of a text of 2K tokens read KV8.
+    options = ("--simulate", "orin-nx-16", "--acceptance", "0.95", "--acceptance-of", "drafts", "--kv-switch", "4096")
     result = invoke("llama-2-7b", *options, "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)

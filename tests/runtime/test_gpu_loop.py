@@ -470,7 +470,7 @@ def test_a_text_that_does_not_fit_into_memory(
     tmp_path: Path, tiny_checkpoint: Make, engine_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine_model(tiny_checkpoint(tmp_path / "model", max_position_embeddings=65536, eos_token_id=None))
-    needs = _decoder(model)._needs(65535)["nested"]
+    needs = _decoder(model)._needs()["nested"]
     monkeypatch.setattr(gpu_decoder, "available_bytes", lambda device: needs.total(20000) - needs.weights)
     with pytest.raises(GenerationError) as error:
         model.generate([5], max_new_tokens=65535)
