@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         running: dict[Future[tuple[str, Any]], str] = {}
         while jobs or running:
             while jobs and len(running) < options.workers and time.perf_counter() - began < options.seconds:
-                name, *job = jobs.pop(0)
-                running[pool.submit(_run, options, *job)] = name
+                name, *job = jobs[0]
+                try:
+                    running[pool.submit(_run, options, *job)] = name
+                except BrokenProcessPool:
+                    # A job was killed, for memory perhaps; what is finished is reported.
+                    break
+                del jobs[0]
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -67,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 document["seconds"] = round(time.perf_counter() - began, 1)
                 options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if jobs:
-        print(f"out of time before: {', '.join(name for name, *_ in jobs)}")
+        print(f"not run: {', '.join(name for name, *_ in jobs)}")
     print(report(document))
 
 

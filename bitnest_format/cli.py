@@ -190,7 +190,7 @@ def main(debug: bool) -> None:
     "--save-rotation",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the rotation too, for --rotation spinquant:FILE: .safetensors, otherwise an R.bin.",
+    help="Write the rotation too, to a .safetensors that --rotation spinquant:FILE reads.",
 )
 @click.option(
     "--group-size",

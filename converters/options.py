@@ -14,6 +14,7 @@ Refinement = Literal["closed", "feedback"]
 ScaleSearch = Literal["mse", "max"]
 
 ROTATIONS = ("none", "random", "hadamard", "learn", "folded")
+SAFETENSORS = ".safetensors"
 FALLBACK_GROUP_SIZES = (64, 32)
 PER_ROW = -1
 
@@ -65,6 +66,8 @@ class ConvertOptions:
             )
         if self.save_rotation is not None and not self.rotates:
             raise UsageError(f"--save-rotation: with --rotation {self.rotation} there is no rotation to save")
+        if self.save_rotation is not None and self.save_rotation.suffix != SAFETENSORS:
+            raise UsageError(f"--save-rotation is {str(self.save_rotation)!r}, expected a name ending in {SAFETENSORS}")
         for name, allowed in (("base", Base), ("refinement", Refinement), ("scale_search", ScaleSearch)):
             if getattr(self, name) not in get_args(allowed):
                 raise UsageError(

@@ -29,7 +29,6 @@ from bitnest_format.shards import file_sha256, pending_tensor, write_shard
 ORTHOGONALITY_BOUND = 3e-3
 EXACT_ENOUGH = 1e-12
 
-SAFETENSORS = ".safetensors"
 LEARNING = "learning"
 # Reading a pickle fails in as many ways as it can be broken.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError, SafetensorError)
@@ -112,20 +111,15 @@ def _fault(stored: Mapping[Any, Any], name: str, size: int) -> str | None:
 def write_rotation_file(
     path: Path, r1: Tensor, r2: Iterable[Tensor], *, learning: Mapping[str, Any] | None = None
 ) -> None:
-    """Write R1 and every layer's R2, float64: safetensors where the name ends so, otherwise as `R.bin` is written.
+    """Write R1 and every layer's R2, float64, as safetensors; the same matrices always give the same bytes.
 
-    `learning` is kept in safetensors alone. The file appears whole or not at all.
+    The file appears whole or not at all.
     """
     matrices = {"R1": r1, **{_r2_name(layer): matrix for layer, matrix in enumerate(r2)}}
-    matrices = {name: matrix.detach().double().cpu().contiguous() for name, matrix in matrices.items()}
+    tensors = {name: pending_tensor(matrix.detach().double().cpu()) for name, matrix in matrices.items()}
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
-        if path.suffix == SAFETENSORS:
-            metadata = {LEARNING: json.dumps(learning)} if learning else {}
-            write_shard(unfinished, {name: pending_tensor(matrix) for name, matrix in matrices.items()}, metadata)
-        else:
-            # Views of one tensor would be stored with all of it.
-            torch.save({name: matrix.clone() for name, matrix in matrices.items()}, unfinished)
+        write_shard(unfinished, tensors, {LEARNING: json.dumps(learning)} if learning else {})
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

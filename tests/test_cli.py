@@ -228,7 +228,7 @@ def test_convert_reports_in_words(source, tmp_path):
 def test_convert_passes_every_given_option(source, tmp_path, monkeypatch):
     seen = {}
 
-    def convert(model, output, options, *, resume, progress):
+    def convert(model, output, options, *, resume, progress, **ranks):
         seen.update(options=options, output=output, resume=resume)
         raise SourceError("enough")
 
@@ -239,7 +239,7 @@ def test_convert_passes_every_given_option(source, tmp_path, monkeypatch):
         "rotation": "hadamard",
         "learn_steps": 30,
         "learn_rate": 0.5,
-        "save_rotation": tmp_path / "rotation.bin",
+        "save_rotation": tmp_path / "rotation.safetensors",
         "group_size": 64,
         "base": "rtn",
         "base_bound": None,

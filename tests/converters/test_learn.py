@@ -25,7 +25,7 @@ from bitnest_format.converters.rotation import make_rotation
 from bitnest_format.converters.sources import open_source
 from bitnest_format.errors import SourceError, UsageError
 from bitnest_format.report import inspect_checkpoint, render
-from bitnest_format.shards import write_json
+from bitnest_format.shards import file_sha256, write_json
 from bitnest_format.validation import validate
 
 Models = Callable[..., tuple[dict[str, Any], dict[str, Tensor]]]
@@ -312,6 +312,7 @@ def test_conversion_with_a_learned_rotation(source: Any, options: Any, tmp_path:
     assert validate(tmp_path / "out", deep=True) == []
     shown = render(inspect_checkpoint(tmp_path / "out"))
     assert re.search(r"rotation +learned, seed 3, file [0-9a-f]{12}; folded: R1, R2\n", shown)
+    assert rotation["sha256"] == file_sha256(saved)
     given = convert(opened, tmp_path / "again", options(rotation=f"spinquant:{saved}", seed=3))
     assert given.manifest.rotation == {**rotation, "kind": "spinquant", "seed": None}
     assert given.manifest.modules == result.manifest.modules
@@ -320,8 +321,8 @@ def test_conversion_with_a_learned_rotation(source: Any, options: Any, tmp_path:
 
 @pytest.mark.parametrize("kind", ["random", "hadamard"])
 def test_any_rotation_can_be_saved(kind: str, source: Any, options: Any, tmp_path: Path) -> None:
-    result = convert(source(), tmp_path / "out", options(rotation=kind, save_rotation=tmp_path / "R.bin"))
-    again = options(rotation=f"spinquant:{tmp_path / 'R.bin'}")
+    result = convert(source(), tmp_path / "out", options(rotation=kind, save_rotation=tmp_path / "r.safetensors"))
+    again = options(rotation=f"spinquant:{tmp_path / 'r.safetensors'}")
     given = convert(open_source(tmp_path / "source"), tmp_path / "again", again)
     assert given.manifest.modules == result.manifest.modules
     assert result.to_dict()["learned_rotation"] is None
@@ -428,10 +429,10 @@ def test_a_source_with_gains_did_not_come_rotated(source: Any, options: Any, tmp
 
 
 def test_a_rotation_cannot_be_saved_over_something(source: Any, options: Any, tmp_path: Path) -> None:
-    (tmp_path / "R.bin").write_bytes(b"mine")
+    (tmp_path / "r.safetensors").write_bytes(b"mine")
     for place, message in (
-        (tmp_path / "R.bin", "exists already and is not overwritten; give another name"),
-        (tmp_path / "none" / "R.bin", f"{tmp_path / 'none'} is no folder"),
+        (tmp_path / "r.safetensors", "exists already and is not overwritten; give another name"),
+        (tmp_path / "none" / "r.safetensors", f"{tmp_path / 'none'} is no folder"),
     ):
         with pytest.raises(SourceError) as error:
             convert(
@@ -440,7 +441,7 @@ def test_a_rotation_cannot_be_saved_over_something(source: Any, options: Any, tm
                 options(save_rotation=place),
             )
         assert str(error.value) == f"--save-rotation {place}: {message}"
-    assert (tmp_path / "R.bin").read_bytes() == b"mine"
+    assert (tmp_path / "r.safetensors").read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(
@@ -466,6 +467,10 @@ def test_a_rotation_cannot_be_saved_over_something(source: Any, options: Any, tm
             {"rotation": "folded", "save_rotation": Path("R.bin")},
             "--save-rotation: with --rotation folded there is no rotation to save",
         ),
+        (
+            {"save_rotation": Path("R.bin")},
+            "--save-rotation is 'R.bin', expected a name ending in .safetensors",
+        ),
         ({"learn_rate": 0.0}, "--learn-rate is 0.0, expected a number above 0"),
         ({"learn_rate": float("nan")}, "--learn-rate is nan, expected a number above 0"),
         ({"learn_steps": 0}, "--learn-steps is 0, expected at least 1"),
@@ -479,7 +484,7 @@ def test_options_that_make_no_sense(changes: dict[str, Any], message: str) -> No
 
 
 def test_fingerprint_holds_what_decides_the_result() -> None:
-    learned = ConvertOptions(rotation="learn", save_rotation=Path("R.bin")).fingerprint_fields()
+    learned = ConvertOptions(rotation="learn", save_rotation=Path("r.safetensors")).fingerprint_fields()
     assert (learned["learn_steps"], learned["learn_rate"]) == (100, 1.5)
     assert "save_rotation" not in learned
     assert "learn_steps" not in ConvertOptions(learn_steps=7).fingerprint_fields()
