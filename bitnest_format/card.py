@@ -333,7 +333,11 @@ def _summary(manifest: Manifest) -> str:
     of = f" of [{_plain(name)}](https://huggingface.co/{name})" if _is_repo_id(name) else ""
     paper = f"[BitNest](https://arxiv.org/abs/{PAPER})"
     if "target" not in manifest.views:
-        return f"The 4-bit draft plane of a nested checkpoint{of}, in the format of {paper}."
+        return (
+            f"A draft-only checkpoint{of} in the format of {paper}: 4-bit weights without the refinement plane that\n"
+            "would make them a W8 model (the *target*). It writes text of 4-bit quality, and has no target to decode\n"
+            "speculatively for."
+        )
     return (
         f"A nested 4/8-bit checkpoint{of}. Each weight is stored once, as two 4-bit planes: the base\n"
         "plane alone is a W4 model (the *draft*), base plus refinement plane is a W8 model (the *target*). The draft\n"
@@ -386,12 +390,15 @@ def _measured(evaluation: Sequence[Mapping[str, Any]]) -> str:
 
 def _making(manifest: Manifest, config: Mapping[str, Any]) -> str:
     nesting, source = manifest.nesting, manifest.source
+    reference = source.get("reference") or {}
     groups = Counter(module.group_size for module in manifest.modules.values())
     listed = ", ".join(f"{size} ({count} module{'s' * (count > 1)})" for size, count in sorted(groups.items()))
     rotation, calibration = manifest.rotation, manifest.calibration
     rows = [
         ("model type", config.get("model_type")),
         ("source revision", source.get("revision")),
+        ("source kind", source.get("kind") if nesting.get("base_method") == "given" else None),
+        ("reference", " ".join(str(reference[key]) for key in ("name", "revision") if reference.get(key))),
         ("base plane", nesting.get("base_method")),
         ("refinement plane", nesting.get("refine_method")),
         ("group sizes", listed),

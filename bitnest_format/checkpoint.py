@@ -43,6 +43,7 @@ BASE_SUFFIX = "weight_packed"
 REFINEMENT_SUFFIX = "weight_refinement"
 SCALE_SUFFIX = "weight_scale"
 PERMUTATION_SUFFIX = "weight_perm"
+PERMUTATION_FEATURE = "input_permutation"
 
 BIAS_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -106,7 +107,8 @@ class Checkpoint:
         self.config = _read_config(folder)
         if view not in self.manifest.views:
             raise CheckpointError(
-                f"{MANIFEST_FILE}: views are {', '.join(self.manifest.views)}; the {view} view cannot be rebuilt"
+                f"{MANIFEST_FILE}: the only view is the draft, of 4 bits; the {view} view cannot be rebuilt. Open the "
+                "draft (--view draft), or convert again from the full-precision model or with --reference."
             )
         index_name = TARGET_INDEX if view == "target" else DRAFT_INDEX
         self.weight_map = read_weight_map(folder, index_name)

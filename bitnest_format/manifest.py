@@ -18,6 +18,8 @@ from bitnest_format.spec import FORMAT_NAME, FORMAT_VERSION, KNOWN_FEATURES, SUP
 MANIFEST_FILE = "bitnest.json"
 # Objects with an entry for every module or file: each entry takes one line.
 LINE_PER_ENTRY = ("modules", "files")
+# What users are told of a checkpoint without target view, wherever they meet it.
+DRAFT_ONLY = "draft only: the weights are of 4 bits; there is no refinement plane and no 8-bit target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,11 @@ class Manifest:
     unquantized: tuple[str, ...]
     files: Mapping[str, FileRecord]
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def draft_only(self) -> bool:
+        """Whether there is no target view: the checkpoint is a 4-bit model and no more."""
+        return "target" not in self.views
 
     def to_dict(self) -> dict[str, Any]:
         return {

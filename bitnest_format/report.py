@@ -22,7 +22,7 @@ from bitnest_format import packing
 from bitnest_format.architecture import read_architecture
 from bitnest_format.checkpoint import CONFIG_FILE, DRAFT_INDEX, TARGET_INDEX, Checkpoint, weight_map_of
 from bitnest_format.errors import CheckpointError, Finding, UsageError
-from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module
+from bitnest_format.manifest import DRAFT_ONLY, MANIFEST_FILE, Manifest, Module
 from bitnest_format.shards import DTYPE_NAMES, Files, LocalFiles, TensorEntry, header_in, json_in, tensor_sha256
 
 FP16_BYTES = 2
@@ -343,11 +343,12 @@ def render_findings(findings: Sequence[Finding]) -> str:
 def _render_head(report: CheckpointReport) -> str:
     model, nesting = report.model, report.nesting
     features = f"; needs {', '.join(report.required_features)}" if report.required_features else ""
-    views = ", ".join(report.views)
+    views = ", ".join(report.views) if "target" in report.views else DRAFT_ONLY
     if "target" in report.views and not report.refinement_present:
         views += " (refinement shards not in the folder: only the draft can be loaded)"
     groups = ", ".join(f"{size} ({_count(count, 'module')})" for size, count in report.group_sizes.items())
     bound = nesting.get("base_bound")
+    reference = report.source.get("reference")
     rows = [
         ("format", f"{report.format_version}{_joined(', written by', report.created_by, 'name', 'version')}{features}"),
         (
@@ -358,6 +359,7 @@ def _render_head(report: CheckpointReport) -> str:
         ),
         ("embeddings", _embeddings(report)),
         ("source", _joined("", report.source, "kind", "name", "revision").strip()),
+        *([("reference", _joined("", reference, "kind", "name", "revision").strip())] if reference else []),
         ("licence", str(report.source.get("license") or "not stated")),
         ("views", views),
         ("base", f"{nesting['base_method']}" + (f", residual at most {bound:g} steps" if bound else "")),

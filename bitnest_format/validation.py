@@ -27,6 +27,7 @@ from bitnest_format.checkpoint import (
     BASE_SUFFIX,
     CONFIG_FILE,
     DRAFT_INDEX,
+    PERMUTATION_FEATURE,
     PERMUTATION_SUFFIX,
     QUANT_METHOD,
     REFINEMENT_SUFFIX,
@@ -59,7 +60,6 @@ SHARD_PATTERN = "bitnest-base-0000i-of-0000n.safetensors or bitnest-refinement-0
 SHARD_NAME = re.compile(r"bitnest-(base|refinement)-(\d{5,6})-of-(\d{5,6})\.safetensors")
 FLOAT_TYPES = ("F16", "BF16", "F32")
 SCALE_TYPES = ("F16", "F32")
-PERMUTATION_FEATURE = "input_permutation"
 
 # A float32 scale in this range gives normal float32 numbers for a sixteenth of it and for 128 times it.
 F32_SCALE_RANGE = (2.0**-120, 2.0**120)

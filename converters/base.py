@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Provenance:
     name: str | None = None
     revision: str | None = None
     license: str | None = None
+    reference: Provenance | None = None
+    """The full-precision model beside a quantized one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,29 @@ class Inspection:
 
     problems: list[str]
     fingerprint: str
+    reference_fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenModule:
+    """A linear layer that the source stores quantized: `(outputs, inputs)`, and the inputs that share one scale."""
+
+    shape: tuple[int, int]
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenBase:
+    """A base plane as the source stores it, to be kept exactly.
+
+    `codes`: int8 `[O, I]` in -8..7, in an order of columns in which groups are contiguous. `scale`: float16 or float32
+    `[O, G]`, positive and finite. `permutation`: int64 `[I]`, stored column `j` belongs to input `permutation[j]`;
+    None where the columns are in order.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    permutation: Tensor | None = None
 
 
 class Source(Protocol):
@@ -76,3 +101,32 @@ class Source(Protocol):
         weights, weight indexes, or a model card.
         """
         ...
+
+
+@runtime_checkable
+class BaseSource(Source, Protocol):
+    """A source whose model is quantized already: some modules bring their base planes.
+
+    `read` of such a module's weight gives what its refinement has to reach where the source is `refinable`, otherwise
+    the base itself, dequantized.
+    """
+
+    given: Mapping[str, GivenModule]
+    """The modules that bring a base plane, by name."""
+
+    refinable: bool
+    """Whether the full-precision weights are there too; without them only a draft can be made."""
+
+    def given_base(self, module: str) -> GivenBase:
+        """The base plane of one of the `given` modules."""
+        ...
+
+
+def given_modules(source: Source) -> Mapping[str, GivenModule]:
+    """The modules of a source that bring their base planes; none for an ordinary one."""
+    return source.given if isinstance(source, BaseSource) else {}
+
+
+def is_draft_only(source: Source) -> bool:
+    """Whether nothing but a draft can be made: base planes are given, the weights they were made from are not."""
+    return isinstance(source, BaseSource) and bool(source.given) and not source.refinable

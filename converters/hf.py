@@ -1,5 +1,7 @@
 """Hugging Face folders as a source: safetensors in fp32, fp16 or bf16, one file or shards with an index.
 
+Linear layers may be stored as 4-bit codes in a format that `quantized` knows; they then bring their base planes.
+
 Opening reads `config.json`, the index and the shard headers, checks them against each other, and stops with every
 contradiction at once. Tensors are then read one at a time straight from the file (not through a memory map, so a
 long conversion does not keep the whole model resident). Nothing in the folder is ever executed or unpickled.
@@ -24,7 +26,9 @@ import torch
 from torch import Tensor
 
 from bitnest_format.architecture import Architecture, read_architecture
-from bitnest_format.converters.base import Inspection, Provenance, TensorInfo
+from bitnest_format.converters.base import GivenBase, Inspection, Provenance, TensorInfo
+from bitnest_format.converters.packed import Claim, PackedFormat, PackedModule, dequantize, listed
+from bitnest_format.converters.quantized import CONFIG_KEYS, find_format, format_by_names, stated_settings
 from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
 from bitnest_format.families import FAMILIES
@@ -36,15 +40,6 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 STORED_TYPES = ("F32", "F16", "BF16")
-QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-QUANTIZED_NAMES = {
-    ".qweight": "GPTQ or AWQ",
-    ".weight_packed": "compressed-tensors",
-    ".weight_scale_inv": "fp8",
-    ".weight_scale": "fp8 or int8",
-    ".weight.absmax": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
 
 SIDE_FILES = (
@@ -92,8 +87,9 @@ class Location:
 class HuggingFaceSource:
     """A local folder in the Hugging Face layout. `name` and `revision` are recorded where it came from the Hub.
 
-    Raises `SourceError` listing every reason why the folder cannot be read as an unquantized model of a supported
-    architecture. With `ignore_unknown_tensors`, tensors that the architecture does not know are left out and noted.
+    Raises `SourceError` listing every reason why the folder cannot be read as a model of a supported architecture,
+    unquantized or in a packed format that can be a base plane. With `ignore_unknown_tensors`, tensors that the
+    architecture does not know are left out and noted.
     """
 
     def __init__(
@@ -110,53 +106,80 @@ class HuggingFaceSource:
         stored_config = _read_config(folder)
         # Code of the model's own is not copied, so the config of the result must not point to it; nor to the place on
         # somebody's disk that a model was once loaded from.
-        left_out = ("auto_map", "_name_or_path")
+        left_out = ("auto_map", "_name_or_path", *CONFIG_KEYS)
         self.config: Mapping[str, Any] = {key: value for key, value in stored_config.items() if key not in left_out}
-        self.provenance = Provenance(
-            kind="huggingface", name=name, revision=revision, license=_card_license(folder / "README.md")
-        )
-        problems = _quantization_problems(folder, stored_config)
+        settings = stated_settings(folder, stored_config)
+        packed, problems = find_format(settings)
         if problems:
             raise SourceError(problems)
         stored, file_problems = _find_tensors(folder, self.notes)
         architecture, problems = _architecture(stored_config, stored, self.notes)
         problems += file_problems
-        problems += _naming_problems(stored)
+        if not settings:
+            packed, naming_problems = format_by_names(stored)
+            problems += naming_problems
+        problems += _prefix_problems(stored)
         if architecture is None or problems:
             raise SourceError(problems)
         self._architecture = architecture
+        self._packed = packed
+        claim = _claimed(packed, stored, architecture, settings)
+        self.notes += packed.notes if packed else []
+        self.provenance = Provenance(
+            kind=packed.kind if packed else "huggingface",
+            name=name,
+            revision=revision,
+            license=_card_license(folder / "README.md"),
+        )
         self._problems = _lfs_pointers(folder)
-        self._locations = self._choose(stored, architecture, ignore_unknown_tensors)
+        self._packed_locations = {
+            name: stored[name] for module in claim.modules.values() for name in module.tensors.values()
+        }
+        self._locations = self._choose(stored, architecture, claim, ignore_unknown_tensors)
         problems = _type_problems(self._locations)
         if problems:
             raise SourceError(problems)
-        # A tied head is compared with the embedding while the weights are read, but it is not a tensor of the model.
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(shape=self._locations[name].entry.shape, dtype=DTYPES[self._locations[name].entry.dtype])
-            for name in architecture.tensors()
-            if name in self._locations
+        self.given: Mapping[str, PackedModule] = claim.modules
+        self.refinable = False
+        infos = {
+            name: TensorInfo(shape=location.entry.shape, dtype=DTYPES[location.entry.dtype])
+            for name, location in self._locations.items()
         }
+        for module, packed_module in claim.modules.items():
+            infos[f"{module}.weight"] = TensorInfo(shape=packed_module.shape, dtype=torch.float32)
+        # A tied head is compared with the embedding while the weights are read, but it is not a tensor of the model.
+        self.tensors: Mapping[str, TensorInfo] = {name: infos[name] for name in architecture.tensors() if name in infos}
         if not _side_files(folder, TOKENIZERS):
             self.notes.append(
                 "no tokenizer files (tokenizer.json, tokenizer.model or vocab.json): generating from text needs them"
             )
 
     def read(self, name: str) -> Tensor:
-        """One tensor on the CPU, in its stored type, in memory of its own."""
-        location = self._locations[name]
-        data = torch.empty(location.entry.size, dtype=torch.uint8)
-        with _opened(location) as file:
-            _fill(file, data.numpy().data, location)
-        return data.view(DTYPES[location.entry.dtype]).view(location.entry.shape)
+        """One tensor on the CPU, in its stored type, in memory of its own; float32 where it is stored packed."""
+        module = name.removesuffix(".weight")
+        if module in self.given and name not in self._locations:
+            return dequantize(self.given_base(module))
+        return self._read_stored(name)
+
+    def given_base(self, module: str) -> GivenBase:
+        """The base plane of a module that is stored packed."""
+        assert self._packed is not None
+        return self._packed.base(self.given[module], self._read_stored)
+
+    def _read_stored(self, name: str) -> Tensor:
+        return _read(self._locations.get(name) or self._packed_locations[name])
 
     def inspect(self) -> Inspection:
         """Read every tensor once, in the order of the files."""
-        order = {name: (location.file, location.entry.start) for name, location in self._locations.items()}
-        results = scan_all(lambda name: _scan(self._locations[name]), sorted(order, key=order.__getitem__))
+        locations = {**self._locations, **self._packed_locations}
+        order = {name: (location.file, location.entry.start) for name, location in locations.items()}
+        results = scan_all(lambda name: _scan(locations[name]), sorted(order, key=order.__getitem__))
         problems = [*self._problems]
-        for name in (*self.tensors, *(results.keys() - self.tensors.keys())):
+        named = [name for name in self.tensors if name in results]
+        # What stands in scales is judged by their format.
+        for name in (*named, *(results.keys() - self.tensors.keys() - self._packed_locations.keys())):
             if results[name].bad:
-                where = f"{self._locations[name].file.name}: {name}"
+                where = f"{locations[name].file.name}: {name}"
                 problems.append(f"{where}: {results[name].bad}, expected finite weights. Export the model again.")
         head, embedding = self._architecture.head, self._architecture.embedding
         if head in results and head not in self.tensors and embedding in results:
@@ -168,9 +191,14 @@ class HuggingFaceSource:
                     f"{head}: differs from {embedding} although config.json has tie_word_embeddings true. "
                     "Set it to false to use the stored head, or remove the tensor."
                 )
+        if self._packed is not None:
+            packed_problems, notes = self._packed.judge(self.given, self._read_stored)
+            problems += packed_problems
+            self.notes += [note for note in notes if note not in self.notes]
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode("utf-8"))
-        for name, info in sorted(self.tensors.items()):
-            digest.update(f"\n{name} {info.dtype} {list(info.shape)} {results[name].sha256}".encode())
+        for name in sorted({*named, *self._packed_locations}):
+            entry = locations[name].entry
+            digest.update(f"\n{name} {DTYPES[entry.dtype]} {list(entry.shape)} {results[name].sha256}".encode())
         return Inspection(problems=problems, fingerprint=digest.hexdigest())
 
     def write_side_files(self, folder: Path) -> list[str]:
@@ -182,18 +210,27 @@ class HuggingFaceSource:
         return names
 
     def _choose(
-        self, stored: Mapping[str, Location], architecture: Architecture, ignore_unknown: bool
+        self, stored: Mapping[str, Location], architecture: Architecture, claim: Claim, ignore_unknown: bool
     ) -> dict[str, Location]:
-        """The tensors of the model among all that the files hold; the rest is dropped, noted, or a problem."""
+        """The plain tensors of the model among all that the files hold; the rest is dropped, noted, or a problem."""
         known = architecture.tensors()
         chosen = {name: location for name, location in stored.items() if name in known or name == architecture.head}
-        rest = [name for name in stored if name not in chosen and not DERIVED.search(name)]
+        given = claim.names | {f"{module}.weight" for module in claim.modules}
+        chosen = {name: location for name, location in chosen.items() if name not in given}
+        rest = [name for name in stored if name not in {*chosen, *claim.names} and not DERIVED.search(name)]
+        # Old GPTQ writers gave every linear layer a bias, of zeros where the model has none.
+        biases = [
+            name for name in rest if name.removesuffix(".bias") in claim.modules and not bool(_read(stored[name]).any())
+        ]
+        if biases:
+            self.notes.append(f"biases of zeros that the model does not have are left out: {listed(biases)}")
+            rest = [name for name in rest if name not in biases]
         prediction = [name for name in rest if _is_prediction_layer(name, stored, architecture, self.config)]
         if prediction:
-            self.notes.append(f"extra prediction layers are dropped: {_listed(prediction)}")
+            self.notes.append(f"extra prediction layers are dropped: {listed(prediction)}")
         unknown = [name for name in rest if name not in set(prediction)]
         if unknown and ignore_unknown:
-            self.notes.append(f"tensors unknown to {architecture.model_type} are left out: {_listed(unknown)}")
+            self.notes.append(f"tensors unknown to {architecture.model_type} are left out: {listed(unknown)}")
         elif unknown:
             self._problems += _unknown_problems(unknown, architecture)
         return chosen
@@ -215,40 +252,28 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _quantization_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Why the weights are not the plain ones that quantization starts from; empty where they are."""
-    nested = config.get("text_config")
-    for part in (config, nested if isinstance(nested, Mapping) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key):
-                return [f"{CONFIG_FILE}: {key}: {_already_quantized(_method(part[key]))}"]
-    for file in QUANTIZATION_FILES:
-        if (folder / file).is_file():
-            try:
-                method = _method(read_json(folder / file))
-            except FileFormatError:
-                method = None
-            return [f"{file}: {_already_quantized(method or ('gptq' if file == QUANTIZATION_FILES[0] else None))}"]
-    return []
-
-
-def _method(settings: Any) -> str | None:
-    if not isinstance(settings, Mapping):
-        return None
-    inner = settings.get("quantization")
-    if isinstance(inner, Mapping) and inner.get("quant_algo"):
-        return str(inner["quant_algo"])
-    named = settings.get("quant_method")
-    if named:
-        return str(named)
-    return "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & set(settings) else None
-
-
-def _already_quantized(method: str | None) -> str:
-    if method == "bitnest":
-        return "quant_method is 'bitnest': the model is already converted. Load it, or give the original model."
-    found = f"the model is already quantized with {method!r}" if method else "the model is already quantized"
-    return f"{found}, expected plain fp32, fp16 or bf16 weights. Give the original model instead."
+def _claimed(
+    packed: PackedFormat | None,
+    stored: Mapping[str, Location],
+    architecture: Architecture,
+    settings: Mapping[str, Any],
+) -> Claim:
+    """The modules of a packed format; raises `SourceError` where they cannot be base planes, or there are none."""
+    if packed is None:
+        return Claim()
+    if packed.problems:
+        raise SourceError(packed.problems)
+    entries = {name: location.entry for name, location in stored.items()}
+    claim = packed.claim(entries, dict(architecture.modules(nested_head=True)))
+    if claim.problems:
+        raise SourceError(claim.problems)
+    if not claim.modules:
+        place = next(iter(settings), "the tensors' names")
+        raise SourceError(
+            f"{place}: says that the model is quantized with {packed.kind!r}, but no linear layer of it is stored "
+            "packed. Remove that statement if the weights are the original ones."
+        )
+    return claim
 
 
 def _architecture(
@@ -261,13 +286,13 @@ def _architecture(
         problems = list(error.problems)
         if custom and config.get("model_type") not in FAMILIES:
             problems.append(
-                f"{CONFIG_FILE}: auto_map names code of the model's own ({_listed(_code_files(custom))}). It is never "
+                f"{CONFIG_FILE}: auto_map names code of the model's own ({listed(_code_files(custom))}). It is never "
                 "executed here; there is no trust_remote_code."
             )
         return None, problems
     if custom:
         notes.append(
-            f"{CONFIG_FILE}: auto_map names code of the model's own ({_listed(_code_files(custom))}); it is neither "
+            f"{CONFIG_FILE}: auto_map names code of the model's own ({listed(_code_files(custom))}); it is neither "
             f"executed nor copied (there is no trust_remote_code), the model is read as {architecture.model_type}"
         )
     return architecture, []
@@ -389,7 +414,7 @@ def _no_weights(folder: Path) -> str:
             return f"{folder / file}: {known}"
     if pickles:
         return (
-            f"{folder}: has its weights only as {_listed(pickles)}; these formats can carry code and are not opened. "
+            f"{folder}: has its weights only as {listed(pickles)}; these formats can carry code and are not opened. "
             'Convert them to safetensors in an environment you trust: python -c "from transformers import '
             f"AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
             f".save_pretrained('{folder}-safetensors')\""
@@ -408,7 +433,7 @@ def _note_ignored_files(folder: Path, used: Iterable[str], notes: list[str]) -> 
         path.name for path in folder.iterdir() if path.suffix in weights and path.is_file() and path.name not in used
     )
     if ignored:
-        notes.append(f"weight files that are not part of the model are ignored: {_listed(ignored)}")
+        notes.append(f"weight files that are not part of the model are ignored: {listed(ignored)}")
 
 
 def _lfs_pointers(folder: Path) -> list[str]:
@@ -423,15 +448,8 @@ def _lfs_pointers(folder: Path) -> list[str]:
     return problems
 
 
-def _naming_problems(names: Iterable[str]) -> list[str]:
-    """Whether the names alone say that these are not the plain tensors of a causal language model."""
-    for suffix, method in QUANTIZED_NAMES.items():
-        found = [name for name in names if name.endswith(suffix)]
-        if found:
-            return [
-                f"{_listed(found, 3)}: looks already quantized ({method}), though no file says so; expected plain "
-                "fp32, fp16 or bf16 weights. Give the original model instead."
-            ]
+def _prefix_problems(names: Iterable[str]) -> list[str]:
+    """Whether the names alone say that these are not the tensors of a causal language model."""
     if any(name.startswith("layers.0.") for name in names) and not any(name.startswith("model.") for name in names):
         return [
             "the tensor names lack the prefix 'model.': they were saved from the decoder alone. Save the whole causal "
@@ -447,7 +465,7 @@ def _type_problems(locations: Mapping[str, Location]) -> list[str]:
             by_type.setdefault(location.entry.dtype, []).append(name)
     return [
         f"stored as {dtype}{' (fp8)' if dtype.startswith('F8') else ''}, expected {', '.join(STORED_TYPES)}: "
-        f"{_listed(names)}. "
+        f"{listed(names)}. "
         + ("Cast them to F32." if dtype == "F64" else "The model is already quantized; give the original instead.")
         for dtype, names in by_type.items()
     ]
@@ -486,13 +504,13 @@ def _unknown_problems(unknown: list[str], architecture: Architecture) -> list[st
             else ""
         )
         problems.append(
-            f"{_listed(inner)}: not part of a {architecture.model_type} model as config.json describes it, and leaving "
+            f"{listed(inner)}: not part of a {architecture.model_type} model as config.json describes it, and leaving "
             f"{'it' if len(inner) == 1 else 'them'} out may change what the model computes.{hint} Correct the "
             f"source, or {way_out}"
         )
     if beyond:
         problems.append(
-            f"{_listed(beyond)}: beyond num_hidden_layers {architecture.layers} in config.json. Correct the config, "
+            f"{listed(beyond)}: beyond num_hidden_layers {architecture.layers} in config.json. Correct the config, "
             f"or {way_out}"
         )
     return problems
@@ -561,6 +579,13 @@ def _scan(location: Location) -> Scan:
     return Scan(digest.hexdigest(), describe_non_finite(not_a_number, infinite))
 
 
+def _read(location: Location) -> Tensor:
+    data = torch.empty(location.entry.size, dtype=torch.uint8)
+    with _opened(location) as file:
+        _fill(file, data.numpy().data, location)
+    return data.view(DTYPES[location.entry.dtype]).view(location.entry.shape)
+
+
 @contextmanager
 def _opened(location: Location) -> Iterator[BufferedReader]:
     """The tensor's file, at the tensor's first byte. Failures of the disk become `SourceError`."""
@@ -595,8 +620,3 @@ def describe_non_finite(not_a_number: int, infinite: int) -> str:
     """`1 NaN and 2 infinite values`, or an empty string where there are none."""
     kinds = [f"{count} {kind}" for count, kind in ((not_a_number, "NaN"), (infinite, "infinite")) if count]
     return f"{' and '.join(kinds)} value{'s' if not_a_number + infinite > 1 else ''}" if kinds else ""
-
-
-def _listed(names: list[str], limit: int = 20) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

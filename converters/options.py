@@ -17,13 +17,15 @@ ROTATIONS = ("none", "random", "hadamard", "learn", "folded")
 SAFETENSORS = ".safetensors"
 FALLBACK_GROUP_SIZES = (64, 32)
 PER_ROW = -1
+DEFAULT_ROTATION = "random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """How to build both planes. The defaults were chosen by `benchmarks/frontier.py`.
 
-    rotation: `none`, `random`, `hadamard`, `learn`, `spinquant:FILE`, or `folded` for a source that came rotated.
+    rotation: `none`, `random`, `hadamard`, `learn`, `spinquant:FILE`, or `folded` for a source that came rotated. None
+        is `random`, or `none` where the source brings base planes, which a rotation would change.
     learn_steps, learn_rate: steps of learning, and how far the first of them turns along a gradient.
     save_rotation: a file to write R1 and R2 to, as `spinquant:FILE` reads it.
     group_size: inputs per scale. None prefers 128 and falls back per module to 64 or 32 where that does not
@@ -37,7 +39,7 @@ class ConvertOptions:
     calibration: `builtin` or a path to text, JSONL or parquet; tokens = samples * sequence_length.
     """
 
-    rotation: str = "random"
+    rotation: str | None = None
     learn_steps: int = 100
     learn_rate: float = 1.5
     save_rotation: Path | None = None
@@ -59,7 +61,7 @@ class ConvertOptions:
     ignore_unknown_tensors: bool = False
 
     def __post_init__(self) -> None:
-        kind, _, file = self.rotation.partition(":")
+        kind, _, file = (self.rotation or DEFAULT_ROTATION).partition(":")
         if kind not in (*ROTATIONS, "spinquant") or (kind == "spinquant") != bool(file):
             raise UsageError(
                 f"--rotation is {self.rotation!r}, expected one of {', '.join(ROTATIONS)} or spinquant:FILE"
@@ -110,20 +112,20 @@ class ConvertOptions:
 
     @property
     def learns(self) -> bool:
-        return self.rotation == "learn"
+        return self.rotation_kind == "learn"
 
     @property
     def rotates(self) -> bool:
         """Whether the weights are turned by the conversion."""
-        return self.rotation not in ("none", "folded")
+        return self.rotation_kind not in ("none", "folded")
 
     @property
     def rotation_kind(self) -> str:
-        return self.rotation.partition(":")[0]
+        return (self.rotation or DEFAULT_ROTATION).partition(":")[0]
 
     @property
     def rotation_file(self) -> Path | None:
-        file = self.rotation.partition(":")[2]
+        file = (self.rotation or DEFAULT_ROTATION).partition(":")[2]
         return Path(file) if file else None
 
     def fingerprint_fields(self) -> dict[str, Any]:

@@ -28,16 +28,26 @@ from torch import Tensor
 
 from bitnest_format import __version__
 from bitnest_format.architecture import Architecture, read_architecture
-from bitnest_format.checkpoint import CheckpointWriter, checkpoint_config
-from bitnest_format.converters.base import Source
+from bitnest_format.checkpoint import PERMUTATION_FEATURE, CheckpointWriter, checkpoint_config
+from bitnest_format.converters.base import BaseSource, GivenBase, Provenance, Source, given_modules
 from bitnest_format.converters.calibration import Calibration, load_calibration
 from bitnest_format.converters.float_model import FloatModel
 from bitnest_format.converters.learn import learned_rotation, learning_remarks
 from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
-from bitnest_format.converters.preflight import Plan, preflight
+from bitnest_format.converters.preflight import (
+    WHY_DRAFT_ONLY,
+    Plan,
+    needs_calibration,
+    needs_hessians,
+    preflight,
+    settle,
+)
 from bitnest_format.converters.quantize import (
+    Measured,
     Together,
+    alike,
+    draft_codes,
     measure,
     module_record,
     quantize_in_pieces,
@@ -66,6 +76,8 @@ Fold = Callable[[Tensor, Rotation], Tensor]
 
 FOLD_ROWS = 2048
 HEAD_PART = "head"
+# The base method of modules whose codes and scales are those of a quantized source.
+GIVEN = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,7 @@ class ConversionResult:
         rotation = self.manifest.rotation or {}
         return {
             "folder": str(self.folder),
+            "views": list(self.manifest.views),
             "modules": len(modules),
             "bytes": sum(file.size for file in self.manifest.files.values()),
             "mean_saturation": _mean(module.saturation for module in modules),
@@ -115,6 +128,7 @@ def convert(
     began = time.perf_counter()
     report = progress if progress and ranks.first else (lambda stage, done, total: None)
     architecture = read_architecture(source.config, source.tensors)
+    options = settle(options, source, architecture)
     report("checking the source", 0, 1)
     plan = ranks.once(lambda: preflight(source, architecture, options, output))
     rotation = None
@@ -126,7 +140,9 @@ def convert(
         """The files that lie beside the weights already, the calibration text, and the parts that are finished."""
         work.start(_fingerprint(plan, options, rotation), resume=resume)
         side_files = source.write_side_files(work.checkpoint)
-        calibration = _calibration(options, work.checkpoint, architecture)
+        calibration = None
+        if needs_calibration(options, source, architecture):
+            calibration = _calibration(options, work.checkpoint, architecture)
         work.pin("calibration", calibration.record() if calibration else None)
         return side_files, calibration, work.all_finished()
 
@@ -174,6 +190,7 @@ def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None)
         # Sums of floats depend on how many threads share them.
         "threads": torch.get_num_threads(),
         "source": plan.fingerprint,
+        "reference": plan.reference_fingerprint,
         "options": options.fingerprint_fields(),
         "rotation": _rotation_record(options, rotation),
     }
@@ -186,9 +203,7 @@ def _rotation_record(options: ConvertOptions, rotation: Rotation | None) -> dict
     return rotation.record() if rotation else None
 
 
-def _calibration(options: ConvertOptions, tokenizer: Path, architecture: Architecture) -> Calibration | None:
-    if not options.needs_calibration:
-        return None
+def _calibration(options: ConvertOptions, tokenizer: Path, architecture: Architecture) -> Calibration:
     return load_calibration(
         options.calibration,
         tokenizer,
@@ -228,6 +243,8 @@ class _Conversion:
         self.warnings: list[str] = list(source.notes)
         if options.learns and rotation is not None:
             self.warnings += learning_remarks(rotation)
+        if plan.draft_only:
+            self.warnings.append(WHY_DRAFT_ONLY)
         if calibration and len(calibration.input_ids) < options.calibration_samples:
             self.warnings.append(
                 f"the calibration text fills {len(calibration.input_ids)} sequences of the "
@@ -237,7 +254,7 @@ class _Conversion:
     def run(self) -> None:
         """Write one part per decoder layer, and a nested head, skipping those an interrupted run has finished."""
         model = None
-        if self.options.needs_hessians:
+        if needs_hessians(self.options, self.source, self.architecture):
             model = FloatModel(self.source.config, self.architecture, self.options.device, self.ranks)
         # While a layer is solved, one thread hashes and writes the one before it, and one may read the next.
         with ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as reader:
@@ -288,7 +305,9 @@ class _Conversion:
             del tensors
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
-        return {name: self.source.read(name) for name in self.architecture.layer_tensors(layer)}
+        known = given_modules(self.source) if self.plan.draft_only else {}
+        names = self.architecture.layer_tensors(layer)
+        return {name: self.source.read(name) for name in names if name.removesuffix(".weight") not in known}
 
     def _store(self, name: str, build: Callable[[], Part]) -> None:
         self.work.write(name, build())
@@ -314,7 +333,10 @@ class _Conversion:
 
     def _quantize_head(self, norm: Tensor, hessian: Tensor | None) -> Part:
         """The final norm as it is stored, and the head as a module, solved some rows at a time."""
-        final_norm = self.architecture.final_norm
+        head_module, final_norm = self.architecture.head_module, self.architecture.final_norm
+        given = self._given_base(head_module)
+        if given is not None and self.plan.draft_only:
+            return self._draft_head(norm, given)
         name, fold = self._head_source()
         matrix = self.source.read(name)
         chunks = matrix.split(rows_at_once(matrix.shape[1], self.options.device))
@@ -323,19 +345,36 @@ class _Conversion:
             self.report("quantizing the head", done, len(chunks))
 
         solved = quantize_in_pieces(
-            self.architecture.head_module,
+            head_module,
             lambda: (self._folded_rows(rows, fold) for rows in chunks),
             hessian,
-            self.plan.group_sizes[self.architecture.head_module],
+            self.plan.group_sizes[head_module],
             self.options,
             progress,
+            given,
         )
         progress(len(chunks))
         return Part(
             base={final_norm: pending_tensor(self._kept(final_norm, norm)), **_pending(solved.base)},
             refinement=_pending(solved.refinement),
-            modules={self.architecture.head_module: solved.record},
+            modules={head_module: solved.record},
             warnings=solved.remarks,
+        )
+
+    def _draft_head(self, norm: Tensor, given: GivenBase) -> Part:
+        head_module, final_norm = self.architecture.head_module, self.architecture.final_norm
+        planes, _ = stored_planes(head_module, draft_codes(given))
+        record = module_record(
+            head_module,
+            planes,
+            Measured(),
+            shape=self.architecture.head_shape,
+            group_size=self.plan.group_sizes[head_module],
+            bias=None,
+        )
+        return Part(
+            base={final_norm: pending_tensor(self._kept(final_norm, norm)), **_pending(planes)},
+            modules={head_module: record},
         )
 
     def _folded_layer(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -346,21 +385,63 @@ class _Conversion:
         folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
         return {name: tensor.float() for name, tensor in folded}
 
+    def _given_base(self, module: str) -> GivenBase | None:
+        """A module's base plane on the device, where the source brings one."""
+        if not isinstance(self.source, BaseSource) or module not in self.source.given:
+            return None
+        base = self.source.given_base(module)
+        device = self.options.device
+        order = base.permutation
+        return GivenBase(
+            codes=base.codes.to(device),
+            scale=base.scale.to(device),
+            permutation=None if order is None else order.to(device),
+        )
+
+    def _matrices(
+        self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]
+    ) -> Iterator[Together]:
+        """What a layer has to solve: modules that share their input, apart where their base planes differ in order."""
+        prefix = self.architecture.layer_prefix(layer)
+        for linears in self.architecture.shared_inputs(layer):
+            names = [prefix + linear for linear in linears if prefix + linear in self.plan.modules]
+            given = {name: base for name in names if (base := self._given_base(name)) is not None}
+            for bases in alike(given) if given else [None] if names else []:
+                yield Together(
+                    {name: weights[f"{name}.weight"] for name in bases or names},
+                    hessians.get(linears[0]),
+                    self.plan.group_sizes[next(iter(bases or names))],
+                    bases,
+                )
+
+    def _draft_layer(self, layer: int, weights: Mapping[str, Tensor]) -> Callable[[], Part]:
+        """The part of a layer whose base planes are all there is."""
+        part = Part()
+        names = [name for name, _ in self.architecture.modules() if name in self.plan.modules]
+        for name in names:
+            if name.startswith(self.architecture.layer_prefix(layer)):
+                base = self._given_base(name)
+                assert base is not None
+                planes, _ = stored_planes(name, draft_codes(base))
+                part.base |= _pending(planes)
+                part.modules[name] = module_record(
+                    name,
+                    planes,
+                    Measured(),
+                    shape=(base.codes.shape[0], base.codes.shape[1]),
+                    group_size=self.plan.group_sizes[name],
+                    bias=f"{name}.bias" if f"{name}.bias" in weights else None,
+                )
+        part.base |= {name: pending_tensor(self._kept(name, tensor)) for name, tensor in weights.items()}
+        return lambda: part
+
     def _quantize_layer(
         self, layer: int, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor]
     ) -> Callable[[], Part]:
         """Solve a layer's modules. What comes back makes the part of them: it hashes, and holds CPU tensors alone."""
-        prefix = self.architecture.layer_prefix(layer)
-        matrices = []
-        for linears in self.architecture.shared_inputs(layer):
-            names = [prefix + linear for linear in linears]
-            matrices.append(
-                Together(
-                    {name: weights[f"{name}.weight"] for name in names},
-                    hessians.get(linears[0]),
-                    self.plan.group_sizes[names[0]],
-                )
-            )
+        if self.plan.draft_only:
+            return self._draft_layer(layer, weights)
+        matrices = list(self._matrices(layer, weights, hessians))
         part = Part()
         records: dict[str, Callable[[], Module]] = {}
         solved = quantize_together(matrices, self.options, self.ranks)
@@ -469,15 +550,19 @@ class _Conversion:
             writer.base |= part.base
             writer.refinement |= part.refinement
             modules |= part.modules
-        quantized = {plane for module in modules.values() for plane in (module.base.name, module.scale.name)}
+        own = [(module.base.name, module.scale.name, module.permutation) for module in modules.values()]
+        quantized = {name for names in own for name in names}
+        permuted = any(module.permutation for module in modules.values())
         manifest = Manifest(
+            required_features=(PERMUTATION_FEATURE,) if permuted else (),
+            views=("draft",) if self.plan.draft_only else ("draft", "target"),
             created_by={"name": "bitnest-format", "version": __version__},
-            nesting=_nesting_record(self.options, self.plan.preferred_group_size),
+            nesting=_nesting_record(self.options, self.plan, self.source),
             activation={"bits": 8, "granularity": "token", "symmetric": True},
             kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
             speculation={"gamma": 4},
             rotation=_rotation_record(self.options, self.rotation),
-            source=_source_record(self.source, self.plan.fingerprint),
+            source=_source_record(self.source.provenance, self.plan),
             calibration=self.calibration.record() if self.calibration else None,
             modules=modules,
             unquantized=tuple(name for name in writer.base if name not in quantized),
@@ -498,32 +583,47 @@ class _Conversion:
         return config
 
 
-def _nesting_record(options: ConvertOptions, group_size: int) -> dict[str, Any]:
+def _nesting_record(options: ConvertOptions, plan: Plan, source: Source) -> dict[str, Any]:
     """The manifest's `nesting` entry; settings that the chosen methods do not use are left out."""
+    given = given_modules(source)
+    found = [name for name in plan.modules if name not in given]
+    base_method: str = options.base
+    if given:
+        base_method = GIVEN if not found else f"{GIVEN}; {', '.join(found)}: {options.base}"
     record: dict[str, Any] = {
         "base_bits": 4,
         "refinement_bits": 4,
-        "group_size": group_size,
-        "scale_search": options.scale_search,
-        "base_method": options.base,
+        "group_size": plan.preferred_group_size,
+        "base_method": base_method,
         "base_bound": None,
-        "refine_method": options.refinement,
+        "refine_method": None if plan.draft_only else options.refinement,
     }
-    if options.base == "gptq":
-        record |= {"base_bound": options.base_bound, "base_sweeps": options.base_sweeps, "damping": options.damping}
-    if options.refinement == "feedback":
+    if found:
+        record["scale_search"] = options.scale_search
+    if found and options.base == "gptq":
+        record |= {"base_bound": options.base_bound, "base_sweeps": options.base_sweeps}
+    feedback = record["refine_method"] == "feedback"
+    if feedback or (found and options.base == "gptq"):
+        record["damping"] = options.damping
+    if feedback:
         record["refinement_sweeps"] = options.refinement_sweeps
     return record
 
 
-def _source_record(source: Source, fingerprint: str) -> dict[str, Any]:
-    provenance = source.provenance
+def _source_record(provenance: Provenance, plan: Plan) -> dict[str, Any]:
+    record = {**_provenance_record(provenance), "fingerprint": plan.fingerprint}
+    if provenance.reference is not None:
+        reference = _provenance_record(provenance.reference)
+        record["reference"] = {**reference, "fingerprint": plan.reference_fingerprint}
+    return record
+
+
+def _provenance_record(provenance: Provenance) -> dict[str, Any]:
     return {
         "kind": provenance.kind,
         "name": provenance.name,
         "revision": provenance.revision,
         "license": provenance.license,
-        "fingerprint": fingerprint,
     }
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bitnest_format.architecture import Architecture
-from bitnest_format.converters.base import Source
+from bitnest_format.converters.base import Inspection, Source, given_modules, is_draft_only
 from bitnest_format.converters.calibration import BUILTIN
-from bitnest_format.converters.options import FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
+from bitnest_format.converters.options import DEFAULT_ROTATION, FALLBACK_GROUP_SIZES, PER_ROW, ConvertOptions
 from bitnest_format.converters.rotation import sizes_without_hadamard
 from bitnest_format.converters.rotation_file import check_rotation_file
 from bitnest_format.converters.work_folder import WorkFolder
 from bitnest_format.errors import SourceError
+from bitnest_format.manifest import DRAFT_ONLY
 from bitnest_format.packing import CODES_PER_WORD
 
 PREFERRED_GROUP_SIZE = 128
 BYTES_PER_SCALE = 2
+WHY_DRAFT_ONLY = (
+    f"{DRAFT_ONLY}. A quantized source holds no more than that; give --reference, the full-precision model that it was "
+    "made from, for both views"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +45,14 @@ class Plan:
 
     `name`: the source's name on the Hub, otherwise that of its file or folder. `fp16_bytes`: its tensors at two bytes
     an element. `work_bytes`: the disk space needed while the checkpoint is assembled, when its parts and the finished
-    shards lie side by side.
+    shards lie side by side. `draft_only`: there will be no refinement planes.
     """
 
     model_type: str
     name: str
     fingerprint: str
+    reference_fingerprint: str | None
+    draft_only: bool
     preferred_group_size: int
     rotation: str
     modules: Mapping[str, ModulePlan]
@@ -77,20 +85,60 @@ class Plan:
         return {**asdict(self), **sums}
 
 
+def settle(options: ConvertOptions, source: Source, architecture: Architecture) -> ConvertOptions:
+    """The options with what was left to the source: the default rotation, and whether the head is nested already."""
+    given = given_modules(source)
+    return replace(
+        options,
+        rotation=options.rotation or ("none" if given else DEFAULT_ROTATION),
+        quantize_lm_head=options.quantize_lm_head or architecture.head_module in given,
+    )
+
+
+def needs_hessians(options: ConvertOptions, source: Source, architecture: Architecture) -> bool:
+    """Whether any plane is to be found by error feedback."""
+    given = given_modules(source)
+    if not given:
+        return options.needs_hessians
+    if is_draft_only(source):
+        return False
+    plain_head = options.quantize_lm_head and architecture.head_module not in given
+    return options.refinement == "feedback" or (plain_head and options.base == "gptq")
+
+
+def needs_calibration(options: ConvertOptions, source: Source, architecture: Architecture) -> bool:
+    """Whether a text is needed: for error feedback, or to learn a rotation on."""
+    return options.learns or needs_hessians(options, source, architecture)
+
+
+def nested_modules(source: Source, architecture: Architecture, options: ConvertOptions) -> dict[str, tuple[int, int]]:
+    """The modules of the checkpoint as `(outputs, inputs)` by name.
+
+    All linear layers, or those that a quantized source has quantized; the head where it is to be nested.
+    """
+    modules = dict(architecture.modules(nested_head=options.quantize_lm_head))
+    given = given_modules(source)
+    return {
+        name: shape for name, shape in modules.items() if not given or name in given or name == architecture.head_module
+    }
+
+
 def preflight(source: Source, architecture: Architecture, options: ConvertOptions, output: Path) -> Plan:
     """Check everything that can be checked before work starts, reading the source once from end to end.
 
     Raises one `SourceError` that lists every problem.
     """
+    options = settle(options, source, architecture)
     problems = [
         *_tensor_problems(source, architecture),
-        *_group_problems(architecture, options),
-        *_option_problems(architecture, options),
+        *_given_problems(source, architecture, options),
+        *_group_problems(source, architecture, options),
+        *_option_problems(source, architecture, options),
         *_rotation_problems(source, architecture, options),
         *output_problems(source.location, output),
     ]
     inspection = source.inspect()
-    plan = _plan(source, architecture, options, inspection.fingerprint)
+    plan = _plan(source, architecture, options, inspection)
     problems += [*inspection.problems, *_space_problems(plan, output)]
     if problems:
         raise SourceError(problems)
@@ -129,8 +177,11 @@ def render_plan(plan: Plan) -> str:
         ("source in fp16", plan.fp16_bytes, ""),
         ("disk for the work", plan.work_bytes, "  parts and finished shards side by side"),
     ]
+    if plan.draft_only:
+        rows = [row for row in rows if row[0] not in ("refinement planes", "target view")]
     lines = [
         f"{plan.name} ({plan.model_type}), rotation {plan.rotation}",
+        *([WHY_DRAFT_ONLY] if plan.draft_only else []),
         f"{len(plan.modules)} modules to quantize: {described}",
         *(f"  {label:<18}{_megabytes(size):>12}{remark}" for label, size, remark in rows),
         *(f"note: {note}" for note in plan.notes),
@@ -138,14 +189,17 @@ def render_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _plan(source: Source, architecture: Architecture, options: ConvertOptions, fingerprint: str) -> Plan:
+def _plan(source: Source, architecture: Architecture, options: ConvertOptions, inspection: Inspection) -> Plan:
     """The plan as far as the sizes allow one: modules without a fitting group size count at the preferred one."""
+    given = given_modules(source)
     preferred = PREFERRED_GROUP_SIZE if options.group_size is None else options.group_size
+    if given:
+        preferred = Counter(module.group_size for module in given.values()).most_common(1)[0][0]
     modules: dict[str, ModulePlan] = {}
     weights = scales = 0
-    for name, (outputs, inputs) in architecture.modules(nested_head=options.quantize_lm_head):
+    for name, (outputs, inputs) in nested_modules(source, architecture, options).items():
         try:
-            size = choose_group_size(inputs, options.group_size)
+            size = given[name].group_size if name in given else choose_group_size(inputs, options.group_size)
         except ValueError:
             size = inputs
         modules[name] = ModulePlan(shape=(outputs, inputs), group_size=size)
@@ -154,12 +208,14 @@ def _plan(source: Source, architecture: Architecture, options: ConvertOptions, f
     return Plan(
         model_type=architecture.model_type,
         name=source.provenance.name or source.location.resolve().name,
-        fingerprint=fingerprint,
+        fingerprint=inspection.fingerprint,
+        reference_fingerprint=inspection.reference_fingerprint,
+        draft_only=is_draft_only(source),
         preferred_group_size=preferred,
         rotation=options.rotation_kind,
         modules=modules,
         base_bytes=weights // 2,
-        refinement_bytes=weights // 2,
+        refinement_bytes=0 if is_draft_only(source) else weights // 2,
         scale_bytes=scales * BYTES_PER_SCALE,
         unquantized_bytes=sum(_kept_sizes(source, architecture, options)),
         fp16_bytes=2 * sum(_elements(shape) for shape in architecture.tensors().values()),
@@ -188,7 +244,7 @@ def _head_notes(
 def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[int]:
     """The sizes of the tensors that stay as they are; a rotation gives a tied model a head of its own."""
     nested_head = options.quantize_lm_head
-    quantized = {f"{name}.weight" for name, _ in architecture.modules(nested_head=nested_head)}
+    quantized = {f"{name}.weight" for name in nested_modules(source, architecture, options)}
     untied = architecture.tied_embeddings and options.rotates and not nested_head
     for name, shape in architecture.tensors().items():
         if name not in quantized:
@@ -238,11 +294,35 @@ def _config_fields(name: str, architecture: Architecture) -> str:
     return fields.get(name.split(".")[-2], hidden)
 
 
-def _group_problems(architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
+def _given_problems(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
+    """Options that would change base planes that the source gives, or that need more than it has."""
+    given = given_modules(source)
+    if not given:
+        return
+    if options.rotates:
+        yield (
+            f"--rotation {options.rotation_kind}: the base planes are the source's own, and a rotation would change "
+            "them. Leave it out, or convert the full-precision model."
+        )
+    if architecture.head_module in given:
+        return
+    if options.group_size is not None and not options.quantize_lm_head:
+        yield f"--group-size {options.group_size}: the base planes are the source's own, with its groups. Leave it out."
+    if options.quantize_lm_head and is_draft_only(source):
+        yield (
+            f"--quantize-lm-head: the source's {architecture.head_module} is not quantized, and without --reference "
+            "only a draft of what is quantized can be made. Leave it out, or give the reference."
+        )
+
+
+def _group_problems(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
     """One problem that names every module whose inputs the groups do not divide."""
     preferred = options.group_size
+    given = given_modules(source)
     offending = []
-    for name, (_, inputs) in architecture.modules(nested_head=options.quantize_lm_head):
+    for name, (_, inputs) in nested_modules(source, architecture, options).items():
+        if name in given:
+            continue
         try:
             choose_group_size(inputs, preferred)
         except ValueError:
@@ -272,7 +352,7 @@ def _fitting_sizes(architecture: Architecture) -> str:
     return f"{text[0].upper() if text[0] != '-' else text[0]}{text[1:]}."
 
 
-def _option_problems(architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
+def _option_problems(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
     if options.rotation_kind == "hadamard":
         bad = sizes_without_hadamard(architecture)
         if bad:
@@ -285,7 +365,8 @@ def _option_problems(architecture: Architecture, options: ConvertOptions) -> Ite
             check_rotation_file(file, architecture)
         except SourceError as error:
             yield from error.problems
-    if options.needs_calibration and options.calibration != BUILTIN and not Path(options.calibration).is_file():
+    text = options.calibration
+    if needs_calibration(options, source, architecture) and text != BUILTIN and not Path(text).is_file():
         yield f"--calibration {options.calibration}: no such file"
     try:
         torch.empty(0, device=options.device)

@@ -1,4 +1,8 @@
-"""Both planes of linear layers that read the same input, and the manifest's record of each."""
+"""Both planes of linear layers that read the same input, and the manifest's record of each.
+
+Where a source brings a base plane, the refinement alone is found: with the columns, and the Hessian of their inputs, in
+the order in which the base stores them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ import torch
 from torch import Tensor
 
 from bitnest_format import nesting, packing
-from bitnest_format.checkpoint import BASE_SUFFIX, REFINEMENT_SUFFIX, SCALE_SUFFIX
+from bitnest_format.checkpoint import BASE_SUFFIX, PERMUTATION_SUFFIX, REFINEMENT_SUFFIX, SCALE_SUFFIX
 from bitnest_format.converters import gptq_solver
+from bitnest_format.converters.base import GivenBase
 from bitnest_format.converters.hessian import InverseFactor, inverse_factor
 from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
@@ -36,12 +41,17 @@ class SolvedModule:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """One module's int8 codes `[O, I]`, its scale `[O, G]` in its stored type, and the share of clipped codes."""
+    """One module's int8 codes `[O, I]`, its scale `[O, G]` in its stored type, and the share of clipped codes.
+
+    `permutation` int64 `[I]`: the input of each stored column, where they are not in order. A draft alone has neither
+    refinement nor saturation.
+    """
 
     base: Tensor
-    refinement: Tensor
+    refinement: Tensor | None
     scale: Tensor
-    saturation: float
+    saturation: float | None
+    permutation: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +59,18 @@ class Together:
     """Modules that share their input, to be quantized as one matrix.
 
     `weights`: float32 `[O, I]` by module name; `hessian`: the mean `X^T X` of their input, float32 `[I, I]`, or None
-    to round to nearest.
+    to round to nearest, both in the order of inputs. `bases`: base planes to keep, all of one permutation.
     """
 
     weights: Mapping[str, Tensor]
     hessian: Tensor | None
     group_size: int
+    bases: Mapping[str, GivenBase] | None = None
+
+    @property
+    def permutation(self) -> Tensor | None:
+        """The input of each stored column, int64 `[I]`, where they are not in order."""
+        return None if self.bases is None else next(iter(self.bases.values())).permutation
 
     @property
     def inputs(self) -> int:
@@ -106,22 +122,26 @@ def quantize_together(
     owners = ranks.share([(rows.stop - rows.start) * matrices[number].inputs ** 2 for number, rows in tasks])
     solved: list[Block] = []
     for number, matrix in enumerate(matrices):
-        stacked = torch.cat(list(matrix.weights.values()))
-        scale_type = nesting.stored_scale_type(nesting.group_max_abs(stacked, matrix.group_size))
+        stacked = in_order(torch.cat(list(matrix.weights.values())), matrix.permutation)
+        given = _stacked_bases(matrix)
+        scale_type = torch.float32
+        if given is None:
+            scale_type = nesting.stored_scale_type(nesting.group_max_abs(stacked, matrix.group_size))
         todo = [(rows, owner) for (place, rows), owner in zip(tasks, owners, strict=True) if place == number]
         factor = None
         if matrix.hessian is not None and any(owner == ranks.index for _, owner in todo):
-            factor = inverse_factor(matrix.hessian, options.damping)
+            factor = inverse_factor(_ordered(matrix.hessian, matrix.permutation), options.damping)
         blocks = []
         for rows, owner in todo:
             if owner == ranks.index:
-                blocks.append(_quantize(stacked[rows], factor, matrix.group_size, scale_type, options))
+                kept = None if given is None else gptq_solver.Base(given.codes[rows], given.scale[rows])
+                blocks.append(_quantize(stacked[rows], factor, matrix.group_size, scale_type, options, kept))
             elif ranks.first:
                 groups = matrix.inputs // matrix.group_size
                 blocks.append(Block.empty(rows.stop - rows.start, matrix.inputs, groups, scale_type))
                 ranks.receive(owner, blocks[-1].tensors())
         device = stacked.device
-        del stacked, factor
+        del stacked, given, factor
         if ranks.first:
             joined = _joined(matrix, blocks, device, options.damping)
             del blocks
@@ -149,11 +169,57 @@ def _joined(
     first = 0
     for name, weight in matrix.weights.items():
         rows = slice(first, first + weight.shape[0])
-        codes[name] = Codes(base[rows], refinement[rows], scale[rows], float(clipped[rows].mean()))
+        saturation = float(clipped[rows].mean())
+        if matrix.bases is None:
+            codes[name] = Codes(base[rows], refinement[rows], scale[rows], saturation)
+        else:
+            kept = matrix.bases[name]
+            codes[name] = Codes(kept.codes, refinement[rows], kept.scale, saturation, kept.permutation)
         first = rows.stop
     if matrix.hessian is None:
         return codes, []
     return codes, _remarks(list(matrix.weights), float(blocks[0].damping), damping)
+
+
+def alike(bases: Mapping[str, GivenBase]) -> list[dict[str, GivenBase]]:
+    """Modules that can be solved as one matrix: those of one number of groups and one permutation."""
+    found: list[dict[str, GivenBase]] = []
+    for name, base in bases.items():
+        for others in found:
+            other = next(iter(others.values()))
+            if base.scale.shape[1] == other.scale.shape[1] and _equal(base.permutation, other.permutation):
+                others[name] = base
+                break
+        else:
+            found.append({name: base})
+    return found
+
+
+def draft_codes(base: GivenBase) -> Codes:
+    """A given base plane as all there is of a module."""
+    return Codes(base.codes, None, base.scale, None, base.permutation)
+
+
+def in_order(weight: Tensor, permutation: Tensor | None) -> Tensor:
+    """The columns of `[O, I]` in stored order."""
+    return weight if permutation is None else weight.index_select(1, permutation)
+
+
+def _ordered(hessian: Tensor, permutation: Tensor | None) -> Tensor:
+    return hessian if permutation is None else hessian[permutation][:, permutation]
+
+
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second if first is None or second is None else torch.equal(first, second)
+
+
+def _stacked_bases(matrix: Together) -> gptq_solver.Base | None:
+    if matrix.bases is None:
+        return None
+    bases = [matrix.bases[name] for name in matrix.weights]
+    return gptq_solver.Base(
+        torch.cat([base.codes for base in bases]), torch.cat([base.scale.float() for base in bases])
+    )
 
 
 def quantize_in_pieces(
@@ -163,24 +229,33 @@ def quantize_in_pieces(
     group_size: int,
     options: ConvertOptions,
     progress: Callable[[int], None],
+    given: GivenBase | None = None,
 ) -> SolvedModule:
     """Quantize a module whose weight is too large to be held in float32, such as the head.
 
     `pieces()` gives the rows of its weight, float32 `[r, I]`, in order and always alike; it is called twice, because
-    the type of the scales has to be known first. `hessian` as in `Together`. What is held of a finished
-    piece are its packed planes and scales. `progress` is called with the number of finished pieces, from 0 on.
+    the type of the scales has to be known first. `hessian` as in `Together`; `given` is the base plane where it is to
+    be kept. What is held of a finished piece are its packed planes and scales. `progress` is called with the number of
+    finished pieces, from 0 on.
     """
-    factor = None if hessian is None else inverse_factor(hessian, options.damping)
-    fits = all(
-        nesting.stored_scale_type(nesting.group_max_abs(weight, group_size)) == torch.float16 for weight in pieces()
-    )
-    scale_type = torch.float16 if fits else torch.float32
+    order = None if given is None else given.permutation
+    factor = None if hessian is None else inverse_factor(_ordered(hessian, order), options.damping)
+    scale_type = torch.float16
+    if given is not None:
+        scale_type = given.scale.dtype
+    elif any(nesting.stored_scale_type(nesting.group_max_abs(rows, group_size)) == torch.float32 for rows in pieces()):
+        scale_type = torch.float32
     stored: dict[str, list[Tensor]] = {BASE_SUFFIX: [], SCALE_SUFFIX: [], REFINEMENT_SUFFIX: []}
     clipped = norm = draft_error = target_error = 0.0
     outputs = inputs = 0
     for number, weight in enumerate(pieces()):
         progress(number)
-        block = _quantize(weight, factor, group_size, scale_type, options)
+        weight = in_order(weight, order)
+        kept = None
+        if given is not None:
+            rows = slice(outputs, outputs + weight.shape[0])
+            kept = gptq_solver.Base(given.codes[rows], given.scale[rows].float())
+        block = _quantize(weight, factor, group_size, scale_type, options, kept)
         stored[BASE_SUFFIX].append(packing.pack(block.base).cpu())
         stored[SCALE_SUFFIX].append(block.scale.cpu())
         stored[REFINEMENT_SUFFIX].append(packing.pack(block.refinement).cpu())
@@ -192,6 +267,8 @@ def quantize_in_pieces(
         del block, weight
         release_freed_memory()
     planes = {f"{name}.{suffix}": torch.cat(stored.pop(suffix)) for suffix in tuple(stored)}
+    if order is not None:
+        planes[f"{name}.{PERMUTATION_SUFFIX}"] = order.to(torch.int32).cpu()
     refinement_name = f"{name}.{REFINEMENT_SUFFIX}"
     measured = Measured(
         clipped / outputs,
@@ -212,10 +289,11 @@ def _quantize(
     group_size: int,
     scale_type: torch.dtype,
     options: ConvertOptions,
+    kept: gptq_solver.Base | None = None,
 ) -> Block:
-    """Both planes of some rows, float32 `[r, I]`, with scales in their stored type."""
+    """Both planes of some rows, float32 `[r, I]`, with scales in their stored type; the base may be given."""
     gptq = options.base == "gptq"
-    base = gptq_solver.solve_base(
+    base = kept or gptq_solver.solve_base(
         weight,
         factor if gptq else None,
         group_size=group_size,
@@ -250,20 +328,29 @@ def stored_planes(name: str, codes: Codes) -> tuple[dict[str, Tensor], dict[str,
         f"{name}.{BASE_SUFFIX}": packing.pack(codes.base).cpu(),
         f"{name}.{SCALE_SUFFIX}": codes.scale.cpu(),
     }
+    if codes.permutation is not None:
+        base[f"{name}.{PERMUTATION_SUFFIX}"] = codes.permutation.to(torch.int32).cpu()
+    if codes.refinement is None:
+        return base, {}
     return base, {f"{name}.{REFINEMENT_SUFFIX}": packing.pack(codes.refinement).cpu()}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How well a module's codes do: the share that was clipped, and relative errors of both views' weights."""
+    """How well a module's codes do: the share that was clipped, and relative errors of both views' weights.
 
-    saturation: float
-    draft_error: float
-    target_error: float
+    None where it is not known: of a draft alone.
+    """
+
+    saturation: float | None = None
+    draft_error: float | None = None
+    target_error: float | None = None
 
 
 def measure(codes: Codes, weight: Tensor) -> Measured:
-    """Errors against `weight` float32 `[O, I]`."""
+    """Errors of both views against `weight` float32 `[O, I]`, which is in the order of inputs."""
+    assert codes.refinement is not None
+    weight = in_order(weight, codes.permutation)
     return Measured(
         codes.saturation,
         draft_error=_relative_error(nesting.draft_weight(codes.base, codes.scale), weight),
@@ -285,17 +372,23 @@ def module_record(
     def plane(suffix: str) -> Plane:
         return Plane(name=f"{name}.{suffix}", sha256=tensor_sha256(planes[f"{name}.{suffix}"]))
 
+    permutation = f"{name}.{PERMUTATION_SUFFIX}"
     return Module(
         shape=shape,
         group_size=group_size,
         base=plane(BASE_SUFFIX),
         scale=plane(SCALE_SUFFIX),
-        refinement=plane(REFINEMENT_SUFFIX),
+        refinement=plane(REFINEMENT_SUFFIX) if f"{name}.{REFINEMENT_SUFFIX}" in planes else None,
         bias=bias,
-        saturation=round(measured.saturation, 6),
-        draft_error=round(measured.draft_error, 6),
-        target_error=round(measured.target_error, 6),
+        permutation=permutation if permutation in planes else None,
+        saturation=_rounded(measured.saturation),
+        draft_error=_rounded(measured.draft_error),
+        target_error=_rounded(measured.target_error),
     )
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 6)
 
 
 def _relative_error(rebuilt: Tensor, weight: Tensor) -> float:

@@ -213,7 +213,10 @@ def test_every_missing_shard_is_named(tiny_checkpoint, tmp_path):
 
 def test_draft_only_checkpoint(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", draft_only=True)
-    assert refusal(lambda: Checkpoint(folder)) == "bitnest.json: views are draft; the target view cannot be rebuilt"
+    assert refusal(lambda: Checkpoint(folder)) == (
+        "bitnest.json: the only view is the draft, of 4 bits; the target view cannot be rebuilt. Open the draft "
+        "(--view draft), or convert again from the full-precision model or with --reference."
+    )
     assert Checkpoint(folder, "draft").weight(MODULE).dequantize("draft").shape == (128, 256)
 
 

@@ -389,12 +389,27 @@ def test_file_that_vanishes(tmp_path: Path, tiny_model: Make) -> None:
 # --- quantized sources and other types
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4", "bitnet"])
+PACKED = {"gptq": "gptq", "compressed-tensors": "pack-quantized"}
+READ = (
+    "expected plain fp32, fp16 or bf16 weights, or a symmetric 4-bit GPTQ or compressed-tensors model. Give the "
+    "original model instead."
+)
+
+
+@pytest.mark.parametrize("method", ["awq", "fp8", "bitsandbytes", "mxfp4", "bitnet"])
 def test_quantized_sources_are_refused_by_name(tmp_path: Path, tiny_model: Make, method: str) -> None:
     folder = write_single(tmp_path, tiny_model(quantization_config={"quant_method": method, "bits": 4}))
     assert problems_of(folder) == [
-        f"config.json: quantization_config: the model is already quantized with '{method}', expected plain fp32, fp16 "
-        "or bf16 weights. Give the original model instead."
+        f"config.json: quantization_config: the model is already quantized with '{method}', {READ}"
+    ]
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_packed_formats_need_packed_weights(tmp_path: Path, tiny_model: Make, method: str) -> None:
+    folder = write_single(tmp_path, tiny_model(quantization_config={"quant_method": method, "format": PACKED[method]}))
+    assert problems_of(folder) == [
+        f"config.json: quantization_config: says that the model is quantized with '{method}', but no linear layer of "
+        "it is stored packed. Remove that statement if the weights are the original ones."
     ]
 
 
@@ -415,7 +430,7 @@ def test_own_format_is_already_converted(
 @pytest.mark.parametrize(
     ("file", "content", "found"),
     [
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "the model is already quantized with 'gptq'"),
+        ("quantize_config.json", {"bits": 4, "quant_method": "awq"}, "the model is already quantized with 'awq'"),
         ("quant_config.json", {"w_bit": 4}, "the model is already quantized"),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "the model is already quantized with 'FP8'"),
     ],
@@ -424,9 +439,7 @@ def test_quantization_files_are_refused(
     tmp_path: Path, tiny_model: Make, file: str, content: dict[str, Any], found: str
 ) -> None:
     write_json(write_single(tmp_path, tiny_model()) / file, content)
-    assert problems_of(tmp_path) == [
-        f"{file}: {found}, expected plain fp32, fp16 or bf16 weights. Give the original model instead."
-    ]
+    assert problems_of(tmp_path) == [f"{file}: {found}, {READ}"]
 
 
 def test_old_bitsandbytes_config_is_known_by_its_fields(tmp_path: Path, tiny_model: Make) -> None:
@@ -467,8 +480,7 @@ def test_quantized_tensors_are_known_by_their_names(tmp_path: Path, tiny_model: 
     config, tensors = tiny_model()
     names = [f"model.layers.{layer}.mlp.up_proj.{suffix}" for layer in range(2)]
     assert problems_of(write_single(tmp_path, (config, {**tensors, **{name: torch.ones(2) for name in names}}))) == [
-        f"{names[0]}, {names[1]}: looks already quantized ({method}), though no file says so; expected plain fp32, "
-        "fp16 or bf16 weights. Give the original model instead."
+        f"{names[0]}, {names[1]}: looks already quantized ({method}), though no file says so; {READ}"
     ]
 
 
