@@ -23,6 +23,7 @@ from bitnest_format import __version__
 from bitnest_format.errors import BitnestError, FailedElsewhere, UsageError
 
 if TYPE_CHECKING:
+    from bitnest_format.converters.base import Source
     from bitnest_format.converters.export import ExportResult
     from bitnest_format.hub import Location
     from bitnest_format.pull import PullView
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # The rows of converters.export_formats.FORMATS, whose import would cost --help a second.
 EXPORT_FORMATS = ("compressed-tensors-w4", "compressed-tensors-w8", "gptq", "gptq-v2", "hf")
+# How base planes are found; a quantized source brings them.
+BASE_OPTIONS = ("base", "base_bound", "base_sweeps", "scale_search")
 DEBUG_VARIABLE = "BITNEST_DEBUG"
 INTERRUPTED_STATUS = 130
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -173,6 +176,12 @@ def main(debug: bool) -> None:
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option(
+    "--reference",
+    metavar="PATH|REPO_ID",
+    help="Of a GPTQ or compressed-tensors SOURCE: the full-precision model it was made from.",
+)
+@click.option("--reference-revision", metavar="REV", help="Branch, tag or commit of the reference's repository.")
+@click.option(
     "--recipe",
     type=click.Choice(["default", "paper"]),
     default="default",
@@ -181,7 +190,7 @@ def main(debug: bool) -> None:
 @click.option(
     "--rotation",
     metavar="none|random|hadamard|learn|spinquant:FILE|folded",
-    show_default="random",
+    show_default="random; none where SOURCE is quantized",
     help="Rotation folded into the weights; 'folded' keeps a source as it is and records that it came rotated.",
 )
 @click.option("--learn-steps", type=int, show_default="100", help="Steps of --rotation learn.")
@@ -257,6 +266,8 @@ def convert(
     /,
     source: str,
     output: Path,
+    reference: str | None,
+    reference_revision: str | None,
     recipe: str,
     revision: str | None,
     resume: bool,
@@ -266,31 +277,36 @@ def convert(
 ) -> None:
     """Convert SOURCE into a nested checkpoint OUTPUT.
 
-    OUTPUT is a new folder. SOURCE is a Hugging Face model folder, a GGUF file, or a Hub repository id. Processes
-    started together (torchrun --nproc-per-node 2 -m bitnest_format convert ...) share the work, one GPU each.
+    OUTPUT is a new folder. SOURCE is a Hugging Face model folder, a GGUF file, or a Hub repository id. The 4-bit
+    weights of a GPTQ or compressed-tensors model become the base plane as they are; without --reference there is
+    nothing to refine them by, and OUTPUT can only draft.
+
+    Processes started together (torchrun --nproc-per-node 2 -m bitnest_format convert ...) share the work, one GPU each.
     """
-    from bitnest_format import hub
+    from bitnest_format.converters.base import given_modules
     from bitnest_format.converters.options import ConvertOptions
     from bitnest_format.converters.pipeline import convert as run_conversion
     from bitnest_format.converters.ranks import joined
-    from bitnest_format.converters.sources import open_source
     from bitnest_format.progress import StageProgress
 
+    if reference_revision is not None and reference is None:
+        raise UsageError("--reference-revision: needs --reference")
     given = {name: value for name, value in options.items() if _was_given(ctx, name)}
     with joined(options["device"]) as ranks:
         if "calibration" in given:
             given["calibration"] = _calibration(given["calibration"])
         chosen = ConvertOptions.paper(**given) if recipe == "paper" else ConvertOptions(**given)
         _check_device(chosen.device)
-        located = hub.locate(source, revision=revision, patterns=hub.SOURCE_FILES)
-        if ranks.first:
-            _note(located)
-        model = open_source(
-            located.path,
-            name=located.repo_id,
-            revision=located.revision,
-            ignore_unknown_tensors=chosen.ignore_unknown_tensors,
-        )
+        model = _source(source, revision, chosen.ignore_unknown_tensors, aloud=ranks.first)
+        if reference is not None:
+            from bitnest_format.converters.given_base import with_reference
+
+            other = _source(reference, reference_revision, chosen.ignore_unknown_tensors, aloud=ranks.first)
+            model = with_reference(model, other)
+        useless = [name for name in BASE_OPTIONS if name in given]
+        if useless and given_modules(model) and not chosen.quantize_lm_head:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
+            raise UsageError(f"{names}: the base planes are the source's own and stay as they are. Leave it out.")
         if dry_run:
             from bitnest_format.architecture import read_architecture
             from bitnest_format.converters.preflight import preflight, render_plan
@@ -325,8 +341,9 @@ def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | No
     Exit status 0: valid, 1: invalid, 2: wrong call.
     """
     from bitnest_format import hub
+    from bitnest_format.manifest import DRAFT_ONLY, MANIFEST_FILE, Manifest
     from bitnest_format.report import render_findings
-    from bitnest_format.shards import LocalFiles
+    from bitnest_format.shards import LocalFiles, json_in
     from bitnest_format.validation import validate as find_faults
 
     files = _checkpoint_files(checkpoint, revision, hub.CHECKPOINT_FILES)
@@ -346,6 +363,8 @@ def validate(ctx: click.Context, checkpoint: str, deep: bool, revision: str | No
         click.echo(f"{checkpoint}: invalid, {len(findings)} finding{'s' * (len(findings) > 1)}", err=True)
     else:
         click.echo(f"{checkpoint}: valid{unread}")
+        if Manifest.from_dict(json_in(files, MANIFEST_FILE)).draft_only:
+            click.echo(f"Note: {DRAFT_ONLY}", err=True)
     ctx.exit(1 if findings else 0)
 
 
@@ -609,6 +628,7 @@ def generate(
     if system is not None and chat is False:
         raise UsageError("--system needs the chat template, which --raw turns off. Leave one of them out.")
     from bitnest_format import api, hub
+    from bitnest_format.manifest import DRAFT_ONLY
     from bitnest_format.runtime.device import DeviceWarning
     from bitnest_format.runtime.kv_cache import KvSettings
 
@@ -620,6 +640,8 @@ def generate(
         warnings.simplefilter("ignore", DeviceWarning)
         model = api.load(str(folder), view=view, device=device, unpack=unpack)
     _warn([model.device_choice.warning] if model.device_choice.warning else [])
+    if model.checkpoint.manifest.draft_only:
+        click.echo(f"Note: {DRAFT_ONLY}", err=True)
     messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
     stream = None if as_json else partial(click.echo, nl=False)
     result = model.generate(messages or text, chat=chat, kv=kv, stream=stream, **options)
@@ -747,6 +769,22 @@ def _calibration(value: str) -> str:
     return str(located.path)
 
 
+def _source(path_or_repo_id: str, revision: str | None, ignore_unknown_tensors: bool, *, aloud: bool) -> Source:
+    """The model to convert, downloaded where it lies on the Hub."""
+    from bitnest_format import hub
+    from bitnest_format.converters.sources import open_source
+
+    located = hub.locate(path_or_repo_id, revision=revision, patterns=hub.SOURCE_FILES)
+    if aloud:
+        _note(located)
+    return open_source(
+        located.path,
+        name=located.repo_id,
+        revision=located.revision,
+        ignore_unknown_tensors=ignore_unknown_tensors,
+    )
+
+
 def _check_device(device: str) -> None:
     if device == "cuda":
         import torch
@@ -786,7 +824,8 @@ def _warn(messages: Iterable[str]) -> None:
 
 
 def _conversion_text(summary: dict[str, Any]) -> str:
-    lines = [f"{summary['folder']}: {summary['modules']} modules, {summary['bytes']:,} bytes"]
+    only = " (draft only)" if summary["views"] == ["draft"] else ""
+    lines = [f"{summary['folder']}: {summary['modules']} modules, {summary['bytes']:,} bytes{only}"]
     for label, name in (
         ("mean error of the draft weights", "mean_draft_error"),
         ("mean error of the target weights", "mean_target_error"),

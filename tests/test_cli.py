@@ -104,7 +104,7 @@ def test_help_ends_with_an_example_that_parses(command):
 def test_defaults_in_the_help_are_those_of_the_options():
     shown = {p.name: p.show_default for p in cli.main.commands["convert"].params if isinstance(p, click.Option)}
     options, paper = ConvertOptions(), ConvertOptions.paper()
-    assert shown["rotation"] == options.rotation_kind
+    assert shown["rotation"] == f"{options.rotation_kind}; none where SOURCE is quantized"
     for name in (
         "base",
         "scale_search",
