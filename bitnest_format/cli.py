@@ -256,6 +256,7 @@ def main(debug: bool) -> None:
 @click.option("--max-shard-size", "shard_bytes", type=Size(), show_default="5GB", help="Largest shard.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cpu", help="Where to compute.")
 @revision_option
+@click.option("--stream", is_flag=True, help="Read a Hub repository's weights layer by layer, without a download.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion of the same source and options.")
 @click.option("--dry-run", is_flag=True, help="Check the source and print the plan; write nothing.")
 @click.option("--ignore-unknown-tensors", is_flag=True, help="Leave out tensors this architecture does not know.")
@@ -270,6 +271,7 @@ def convert(
     reference_revision: str | None,
     recipe: str,
     revision: str | None,
+    stream: bool,
     resume: bool,
     dry_run: bool,
     as_json: bool,
@@ -297,11 +299,13 @@ def convert(
             given["calibration"] = _calibration(given["calibration"])
         chosen = ConvertOptions.paper(**given) if recipe == "paper" else ConvertOptions(**given)
         _check_device(chosen.device)
-        model = _source(source, revision, chosen.ignore_unknown_tensors, aloud=ranks.first)
+        if stream and all(_is_local(place) for place in (source, reference) if place is not None):
+            raise UsageError(f"--stream: {source} is a local path, which is read in place anyway. Leave --stream out.")
+        model = _source(source, revision, chosen.ignore_unknown_tensors, stream, aloud=ranks.first)
         if reference is not None:
             from bitnest_format.converters.given_base import with_reference
 
-            other = _source(reference, reference_revision, chosen.ignore_unknown_tensors, aloud=ranks.first)
+            other = _source(reference, reference_revision, chosen.ignore_unknown_tensors, stream, aloud=ranks.first)
             model = with_reference(model, other)
         useless = [name for name in BASE_OPTIONS if name in given]
         if useless and given_modules(model) and not chosen.quantize_lm_head:
@@ -769,12 +773,18 @@ def _calibration(value: str) -> str:
     return str(located.path)
 
 
-def _source(path_or_repo_id: str, revision: str | None, ignore_unknown_tensors: bool, *, aloud: bool) -> Source:
-    """The model to convert, downloaded where it lies on the Hub."""
-    from bitnest_format import hub
+def _source(
+    path_or_repo_id: str, revision: str | None, ignore_unknown_tensors: bool, stream: bool, *, aloud: bool
+) -> Source:
+    """The model to convert, downloaded where it lies on the Hub; with `stream`, its small files alone."""
+    from bitnest_format import hub, remote
     from bitnest_format.converters.sources import open_source
 
-    located = hub.locate(path_or_repo_id, revision=revision, patterns=hub.SOURCE_FILES)
+    weights = None
+    if stream and not _is_local(path_or_repo_id):
+        located, weights = remote.locate_weights(path_or_repo_id, revision=revision)
+    else:
+        located = hub.locate(path_or_repo_id, revision=revision, patterns=hub.SOURCE_FILES)
     if aloud:
         _note(located)
     return open_source(
@@ -782,7 +792,12 @@ def _source(path_or_repo_id: str, revision: str | None, ignore_unknown_tensors: 
         name=located.repo_id,
         revision=located.revision,
         ignore_unknown_tensors=ignore_unknown_tensors,
+        weights=weights,
     )
+
+
+def _is_local(path_or_repo_id: str) -> bool:
+    return bool(path_or_repo_id) and Path(path_or_repo_id).expanduser().exists()
 
 
 def _check_device(device: str) -> None:

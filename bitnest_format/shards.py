@@ -81,6 +81,9 @@ class Files(Protocol):
     def names(self) -> Iterable[str]:
         """Every file, sorted; hidden folders (.git, .cache) are left out."""
 
+    def digest(self, name: str) -> str | None:
+        """What stands for a file's content where the place knows it without reading; None where it does not."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
@@ -110,6 +113,9 @@ class LocalFiles:
             raw = bytearray(max(0, min(length, os.fstat(file.fileno()).st_size - start)))
             del raw[file.readinto(raw) :]
         return raw
+
+    def digest(self, name: str) -> str | None:
+        return None
 
     def names(self) -> Iterable[str]:
         if self.listing is not None:

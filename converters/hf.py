@@ -14,11 +14,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
 from bitnest_format.families import FAMILIES
 from bitnest_format.manifest import MANIFEST_FILE
-from bitnest_format.shards import DTYPES, TensorEntry, inside, read_header, read_json
+from bitnest_format.shards import DTYPES, Files, LocalFiles, TensorEntry, header_in, inside, read_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -72,7 +70,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.model.v*", "*.tikt
 DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$")
 NUMBERED_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors$")
 
-READ_BYTES = 1 << 20
+READ_BYTES, FETCH_BYTES = 1 << 20, 1 << 25
 READERS = min(8, os.cpu_count() or 1)
 
 
@@ -80,12 +78,17 @@ READERS = min(8, os.cpu_count() or 1)
 class Location:
     """Where a tensor's bytes lie."""
 
-    file: Path
+    files: Files
+    file: str
+    name: str
     entry: TensorEntry
 
 
 class HuggingFaceSource:
     """A local folder in the Hugging Face layout. `name` and `revision` are recorded where it came from the Hub.
+
+    `weights`: where the safetensors files lie if not in the folder. Files of a repository are never read twice without
+    need: their fingerprint is made of the digests that the Hub knows, and tensors are checked when they are read.
 
     Raises `SourceError` listing every reason why the folder cannot be read as a model of a supported architecture,
     unquantized or in a packed format that can be a base plane. With `ignore_unknown_tensors`, tensors that the
@@ -99,8 +102,10 @@ class HuggingFaceSource:
         name: str | None = None,
         revision: str | None = None,
         ignore_unknown_tensors: bool = False,
+        weights: Files | None = None,
     ):
         self.folder = folder
+        self.weights = weights or LocalFiles(folder)
         self.location = folder
         self.notes: list[str] = []
         stored_config = _read_config(folder)
@@ -112,7 +117,7 @@ class HuggingFaceSource:
         packed, problems = find_format(settings)
         if problems:
             raise SourceError(problems)
-        stored, file_problems = _find_tensors(folder, self.notes)
+        stored, file_problems = _find_tensors(folder, self.weights, self.notes)
         architecture, problems = _architecture(stored_config, stored, self.notes)
         problems += file_problems
         if not settings:
@@ -169,19 +174,36 @@ class HuggingFaceSource:
     def _read_stored(self, name: str) -> Tensor:
         return _read(self._locations.get(name) or self._packed_locations[name])
 
+    def _known_digests(self) -> dict[str, str]:
+        """Where the weights lie in a repository that knows its files' digests: each tensor's content, as a place."""
+        found = {}
+        for name, location in {**self._locations, **self._packed_locations}.items():
+            digest = self.weights.digest(location.file)
+            if digest is None:
+                return {}
+            found[name] = f"{digest} {location.entry.start}"
+        return found
+
     def inspect(self) -> Inspection:
-        """Read every tensor once, in the order of the files."""
+        """Read every tensor once, in the order of the files; nothing where a repository vouches for its files.
+
+        The fingerprint then stands for the files' digests: the same weights in other shards have another one.
+        """
         locations = {**self._locations, **self._packed_locations}
         order = {name: (location.file, location.entry.start) for name, location in locations.items()}
-        results = scan_all(lambda name: _scan(locations[name]), sorted(order, key=order.__getitem__))
+        head, embedding = self._architecture.head, self._architecture.embedding
+        digests = self._known_digests()
+        # Of a repository only what has to be compared is read here; the rest is checked when it is used.
+        wanted = [name for name in order if not digests or (head in order and head not in self.tensors)]
+        if digests:
+            wanted = [name for name in wanted if name in (head, embedding)]
+        results = scan_all(lambda name: _scan(locations[name]), sorted(wanted, key=order.__getitem__))
         problems = [*self._problems]
         named = [name for name in self.tensors if name in results]
         # What stands in scales is judged by their format.
         for name in (*named, *(results.keys() - self.tensors.keys() - self._packed_locations.keys())):
             if results[name].bad:
-                where = f"{locations[name].file.name}: {name}"
-                problems.append(f"{where}: {results[name].bad}, expected finite weights. Export the model again.")
-        head, embedding = self._architecture.head, self._architecture.embedding
+                problems.append(_not_finite(locations[name], results[name].bad))
         if head in results and head not in self.tensors and embedding in results:
             if results[head].sha256 == results[embedding].sha256:
                 note = f"{head}: repeats the embedding it is tied to; left out"
@@ -196,9 +218,10 @@ class HuggingFaceSource:
             problems += packed_problems
             self.notes += [note for note in notes if note not in self.notes]
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode("utf-8"))
-        for name in sorted({*named, *self._packed_locations}):
+        for name in sorted({*(self.tensors.keys() & locations.keys()), *self._packed_locations}):
             entry = locations[name].entry
-            digest.update(f"\n{name} {DTYPES[entry.dtype]} {list(entry.shape)} {results[name].sha256}".encode())
+            content = digests[name] if digests else results[name].sha256
+            digest.update(f"\n{name} {DTYPES[entry.dtype]} {list(entry.shape)} {content}".encode())
         return Inspection(problems=problems, fingerprint=digest.hexdigest())
 
     def write_side_files(self, folder: Path) -> list[str]:
@@ -303,7 +326,7 @@ def _code_files(auto_map: Any) -> list[str]:
     return sorted({f"{str(value).rpartition('--')[2].split('.')[0]}.py" for value in values})
 
 
-def _find_tensors(folder: Path, notes: list[str]) -> tuple[dict[str, Location], list[str]]:
+def _find_tensors(folder: Path, weights: Files, notes: list[str]) -> tuple[dict[str, Location], list[str]]:
     """Every stored tensor by name, or the problems that make this impossible."""
     index = (folder / INDEX_FILE).is_file()
     weight_map: dict[str, str] = {}
@@ -313,25 +336,25 @@ def _find_tensors(folder: Path, notes: list[str]) -> tuple[dict[str, Location], 
         except (FileFormatError, SourceError) as error:
             return {}, error.problems if isinstance(error, SourceError) else [str(error)]
         files = sorted(set(weight_map.values()))
-    elif (folder / SINGLE_FILE).is_file():
+    elif weights.size(SINGLE_FILE) is not None:
         files = [SINGLE_FILE]
     else:
-        files = sorted(path.name for path in folder.glob("*.safetensors") if not _is_stray(path.name))
+        files = [name for name in _top_level(weights) if name.endswith(".safetensors") and not _is_stray(name)]
     if not files:
-        return {}, [_no_weights(folder)]
-    problems = _missing_shards(folder, files, INDEX_FILE if index else "the shard names")
+        return {}, [_no_weights(folder, weights)]
+    problems = _missing_shards(weights, files, INDEX_FILE if index else "the shard names")
     headers: dict[str, dict[str, TensorEntry]] = {}
     for file in files:
-        if (folder / file).is_file():
+        if weights.size(file) is not None:
             try:
-                headers[file] = read_header(folder / file)
+                headers[file] = header_in(weights, file)[0]
             except FileFormatError as error:
                 problems.append(str(error))
     if not problems:
         problems = _index_problems(weight_map, headers) if index else _duplicates(headers)
-    _note_ignored_files(folder, files, notes)
+    _note_ignored_files(weights, files, notes)
     tensors = {
-        name: Location(folder / file, entry) for file, header in headers.items() for name, entry in header.items()
+        name: Location(weights, file, name, entry) for file, header in headers.items() for name, entry in header.items()
     }
     return tensors, problems
 
@@ -352,7 +375,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     return {str(name): str(file) for name, file in weight_map.items()}
 
 
-def _missing_shards(folder: Path, files: Iterable[str], source: str) -> list[str]:
+def _missing_shards(weights: Files, files: Iterable[str], source: str) -> list[str]:
     """Shards that the index names, or that the numbering `-00001-of-0000N` implies, but that are not there."""
     expected = set(files)
     for file in files:
@@ -363,7 +386,7 @@ def _missing_shards(folder: Path, files: Iterable[str], source: str) -> list[str
                 f"{match['stem']}-{number:0{width}d}-of-{match['count']}.safetensors"
                 for number in range(1, int(match["count"]) + 1)
             }
-    missing = sorted(file for file in expected if not (folder / file).is_file())
+    missing = sorted(file for file in expected if weights.size(file) is None)
     if not missing:
         return []
     return [
@@ -404,8 +427,8 @@ def _duplicates(headers: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
     ]
 
 
-def _no_weights(folder: Path) -> str:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES and path.is_file())
+def _no_weights(folder: Path, weights: Files) -> str:
+    pickles = [name for name in _top_level(weights) if name.endswith(PICKLES)]
     if (folder / "adapter_config.json").is_file():
         return f"{folder}: holds an adapter, not a whole model; merge it into its base model and convert that"
     for file in pickles:
@@ -427,11 +450,13 @@ def _is_stray(file: str) -> bool:
     return file.startswith(("consolidated", "adapter_"))
 
 
-def _note_ignored_files(folder: Path, used: Iterable[str], notes: list[str]) -> None:
-    weights = (".safetensors", ".gguf", *PICKLES)
-    ignored = sorted(
-        path.name for path in folder.iterdir() if path.suffix in weights and path.is_file() and path.name not in used
-    )
+def _top_level(files: Files) -> list[str]:
+    return sorted(name for name in files.names() if "/" not in name)
+
+
+def _note_ignored_files(weights: Files, used: Iterable[str], notes: list[str]) -> None:
+    suffixes = (".safetensors", ".gguf", *PICKLES)
+    ignored = [name for name in _top_level(weights) if name.endswith(suffixes) and name not in used]
     if ignored:
         notes.append(f"weight files that are not part of the model are ignored: {listed(ignored)}")
 
@@ -565,44 +590,41 @@ def _scan(location: Location) -> Scan:
     dtype = DTYPES[location.entry.dtype]
     digest = hashlib.sha256()
     not_a_number = infinite = 0
-    buffer = torch.empty(min(READ_BYTES, location.entry.size), dtype=torch.uint8)
-    view = buffer.numpy().data
-    with _opened(location) as file:
-        left = location.entry.size
-        while left:
-            count = min(left, READ_BYTES)
-            _fill(file, view[:count], location)
-            digest.update(view[:count])
-            more = count_non_finite(buffer[:count].view(dtype))
-            not_a_number, infinite = not_a_number + more[0], infinite + more[1]
-            left -= count
+    step = READ_BYTES if location.files.local else FETCH_BYTES
+    for start in range(location.entry.start, location.entry.end, step):
+        data = _read_bytes(location, start, min(step, location.entry.end - start))
+        digest.update(data)
+        more = count_non_finite(torch.frombuffer(data, dtype=dtype))
+        not_a_number, infinite = not_a_number + more[0], infinite + more[1]
     return Scan(digest.hexdigest(), describe_non_finite(not_a_number, infinite))
 
 
 def _read(location: Location) -> Tensor:
-    data = torch.empty(location.entry.size, dtype=torch.uint8)
-    with _opened(location) as file:
-        _fill(file, data.numpy().data, location)
-    return data.view(DTYPES[location.entry.dtype]).view(location.entry.shape)
+    """One tensor, in memory of its own. Raises `SourceError` for NaN and Inf in files that are not checked at once."""
+    entry = location.entry
+    if not entry.size:
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    tensor = torch.frombuffer(_read_bytes(location, entry.start, entry.size), dtype=DTYPES[entry.dtype])
+    if not location.files.local and tensor.is_floating_point():
+        bad = describe_non_finite(*count_non_finite(tensor))
+        if bad:
+            raise SourceError(_not_finite(location, bad))
+    return tensor.view(entry.shape)
 
 
-@contextmanager
-def _opened(location: Location) -> Iterator[BufferedReader]:
-    """The tensor's file, at the tensor's first byte. Failures of the disk become `SourceError`."""
+def _read_bytes(location: Location, start: int, length: int) -> bytearray:
+    """Bytes of a file. Failures of the disk become `SourceError`."""
     try:
-        with location.file.open("rb") as file:
-            file.seek(location.entry.start)
-            yield file
+        data = location.files.read(location.file, start, length)
     except OSError as error:
-        raise SourceError(f"{location.file.name}: cannot be read ({error.strerror or error})") from error
+        raise SourceError(f"{location.file}: cannot be read ({error.strerror or error})") from error
+    if len(data) < length:
+        raise SourceError(f"{location.file}: ended while a tensor was read from it")
+    return data
 
 
-def _fill(file: BufferedReader, view: memoryview, location: Location) -> None:
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise SourceError(f"{location.file.name}: ended while a tensor was read from it")
-        view = view[count:]
+def _not_finite(location: Location, bad: str) -> str:
+    return f"{location.file}: {location.name}: {bad}, expected finite weights. Export the model again."
 
 
 def count_non_finite(values: Tensor) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -240,6 +240,8 @@ class _Conversion:
         self.finished = finished
         self.report = report
         self.ranks = ranks
+        # The embedding or the head, as the source stores it: read once for all that is made of it.
+        self._held: dict[str, Tensor] = {}
         self.warnings: list[str] = list(source.notes)
         if options.learns and rotation is not None:
             self.warnings += learning_remarks(rotation)
@@ -267,6 +269,9 @@ class _Conversion:
         needed = self._layers_needed()
         if model and self.calibration and needed:
             model.embed(self.calibration.input_ids, self._embedding_rows)
+            if self.ranks.first:
+                self._write_outer_parts(self._held)
+            self._held = {}
         missing = [layer for layer in range(layers) if _layer_part(layer) not in self.finished]
         written: Future[None] | None = None
         for layer, tensors in self._read_layers(range(needed) if model else missing, reader):
@@ -338,7 +343,7 @@ class _Conversion:
         if given is not None and self.plan.draft_only:
             return self._draft_head(norm, given)
         name, fold = self._head_source()
-        matrix = self.source.read(name)
+        matrix = self._matrix(name)
         chunks = matrix.split(rows_at_once(matrix.shape[1], self.options.device))
 
         def progress(done: int) -> None:
@@ -486,11 +491,18 @@ class _Conversion:
 
     def _embedding_rows(self, ids: Tensor) -> Tensor:
         """Rotated embedding rows of some token ids, float32."""
-        rows = self.source.read(self.architecture.embedding)[ids].to(self.options.device)
-        return (rotate_embedding(rows, self.rotation) if self.rotation else rows).float()
+        rows = self._matrix(self.architecture.embedding)[ids]
+        return torch.cat([self._folded_rows(some, rotate_embedding) for some in rows.split(FOLD_ROWS)])
 
-    def _outer_parts(self) -> Iterator[tuple[str, Callable[[], Part]]]:
-        """The parts around the layers: embedding, final norm and head, as they are to be stored."""
+    def _matrix(self, name: str) -> Tensor:
+        """The embedding or the head as the source stores it. The latest one is kept until `_held` is emptied."""
+        if name not in self._held:
+            self._held = {}
+            self._held = {name: self.source.read(name)}
+        return self._held[name]
+
+    def _outer_parts(self) -> Iterator[tuple[str, str, Callable[[], Part]]]:
+        """The parts around the layers: their names, the matrix that each is made of, and how."""
 
         def embedding() -> Part:
             name = self.architecture.embedding
@@ -503,8 +515,20 @@ class _Conversion:
                 part.base[self.architecture.head] = self._fold_matrix(*self._head_source())
             return part
 
-        yield "embedding", embedding
-        yield HEAD_PART, final
+        yield "embedding", self.architecture.embedding, embedding
+        if not self.nested_head:
+            yield HEAD_PART, self._head_matrix(), final
+
+    def _write_outer_parts(self, matrices: Container[str]) -> None:
+        """Write those made of certain matrices that are not finished."""
+        for name, matrix, build in self._outer_parts():
+            if matrix in matrices and name not in self.finished:
+                self.work.write(name, build())
+                self.finished.add(name)
+
+    def _head_matrix(self) -> str:
+        """The source's tensor that the head is made of."""
+        return self.architecture.embedding if self.architecture.tied_embeddings else self.architecture.head
 
     def _final_norm(self) -> Tensor:
         """The final norm's gains as they are to be stored."""
@@ -514,16 +538,14 @@ class _Conversion:
     def _head_source(self) -> tuple[str, Fold]:
         """The source's tensor that the head is made of, and how its rows are rotated."""
         gain = self.source.read(self.architecture.final_norm).to(self.options.device)
-        architecture = self.architecture
-        name = architecture.embedding if architecture.tied_embeddings else architecture.head
-        return name, lambda rows, rotation: rotate_head(rows, gain, rotation)
+        return self._head_matrix(), lambda rows, rotation: rotate_head(rows, gain, rotation)
 
     def _fold_matrix(self, name: str, fold: Fold) -> Pending:
         """A big matrix that is folded piecewise as it is written, so that only the source's copy is ever whole."""
         info = self.source.tensors[name]
 
         def chunks() -> Iterator[memoryview]:
-            for rows in self.source.read(name).split(FOLD_ROWS):
+            for rows in self._matrix(name).split(FOLD_ROWS):
                 yield tensor_bytes(self._kept(name, self._folded_rows(rows, fold)))
 
         size = info.dtype.itemsize * math.prod(info.shape)
@@ -537,12 +559,9 @@ class _Conversion:
         """Join the parts into shards and write indexes, config and manifest into the work folder."""
         release_freed_memory()
         self.report("writing the checkpoint", 0, 1)
-        names = []
-        for name, build in self._outer_parts():
-            if not self.work.finished(name):
-                self.work.write(name, build())
-            names.append(name)
-        order = [names[0], *map(_layer_part, range(self.architecture.layers)), *names[1:]]
+        self._write_outer_parts({self.architecture.embedding, self._head_matrix()})
+        self._held = {}
+        order = ["embedding", *map(_layer_part, range(self.architecture.layers)), HEAD_PART]
         writer = CheckpointWriter(self.work.checkpoint, self.options.shard_bytes)
         modules: dict[str, Module] = {}
         for name in order:

@@ -9,17 +9,28 @@ from bitnest_format.converters.gguf import GGUF_MAGIC, GgufSource
 from bitnest_format.converters.hf import CONFIG_FILE, HuggingFaceSource
 from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import SourceError
+from bitnest_format.shards import Files
 
 
 def open_source(
-    path: Path, *, name: str | None = None, revision: str | None = None, ignore_unknown_tensors: bool = False
+    path: Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    ignore_unknown_tensors: bool = False,
+    weights: Files | None = None,
 ) -> Source:
     """The model at `path`: a Hugging Face folder, a GGUF file, or a folder that holds nothing but one GGUF file.
 
-    `name` and `revision` say where on the Hub it came from, if it did. Raises `SourceError` listing what stands in
+    `name` and `revision` say where on the Hub it came from, if it did. `weights` are the files of a repository whose
+    safetensors are read from there; `path` then holds its other files. Raises `SourceError` listing what stands in
     the way.
     """
     try:
+        if weights is not None:
+            return HuggingFaceSource(
+                path, name=name, revision=revision, ignore_unknown_tensors=ignore_unknown_tensors, weights=weights
+            )
         return _open(path, name, revision, ignore_unknown_tensors)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read ({error.strerror or error})") from error
