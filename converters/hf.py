@@ -194,9 +194,8 @@ class HuggingFaceSource:
         head, embedding = self._architecture.head, self._architecture.embedding
         digests = self._known_digests()
         # Of a repository only what has to be compared is read here; the rest is checked when it is used.
-        wanted = [name for name in order if not digests or (head in order and head not in self.tensors)]
-        if digests:
-            wanted = [name for name in wanted if name in (head, embedding)]
+        compared = (head, embedding) if head in order and head not in self.tensors else ()
+        wanted = [name for name in order if not digests or name in compared]
         results = scan_all(lambda name: _scan(locations[name]), sorted(wanted, key=order.__getitem__))
         problems = [*self._problems]
         named = [name for name in self.tensors if name in results]
