@@ -147,7 +147,7 @@ class _Export:
         self.planes_equal = 0
         self.headers = {shard: read_header(checkpoint.folder / shard) for shard in set(checkpoint.weight_map.values())}
         self.plain_type = self._plain_type()
-        self.problems = [*self._permutation_problems(), *self._shape_problems()]
+        self.problems = [*self._fused_problems(), *self._permutation_problems(), *self._shape_problems()]
         self.scale_types = {} if self.format.plain else self._scale_types()
         self.tensors = self._tensors()
         self.side_files = self._side_files()
@@ -199,6 +199,14 @@ class _Export:
         embedding = self._entry(self.architecture.embedding)
         stored = DTYPES[embedding.dtype] if embedding else torch.float16
         return stored if stored in PLAIN_TYPES.values() else torch.float16
+
+    def _fused_problems(self) -> Iterator[str]:
+        fused = self.architecture.family.fused
+        if fused:
+            yield (
+                f"{self.architecture.model_type}: other programs read {', '.join(fused)} of such a model as one "
+                "matrix, which is stored here in parts; exports do not join them. Use the checkpoint with this package."
+            )
 
     def _permutation_problems(self) -> Iterator[str]:
         permuted = [name for name, module in self.checkpoint.manifest.modules.items() if module.permutation]

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitnest_format.architecture import Architecture
+from bitnest_format.architecture import Architecture, language_config
+from bitnest_format.converters.float_parts import (
+    fitting,
+    module_name,
+    separate_experts,
+    starved_experts,
+)
 from bitnest_format.converters.hessian import HessianSum
 from bitnest_format.converters.ranks import ALONE, Ranks
 
@@ -30,12 +36,14 @@ class FloatModel:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
-        fields.pop("quantization_config", None)
-        self.config = AutoConfig.for_model(config["model_type"], **fields)
-        self.config._attn_implementation = "sdpa"
+        dropped = ("model_type", "architectures", "quantization_config")
+        fields = {key: value for key, value in language_config(config).items() if key not in dropped}
+        self.config = AutoConfig.for_model(architecture.family.model_type, **fields)
+        # torch's fused attention bounds no scores.
+        self.config._attn_implementation = "sdpa" if architecture.attention_cap is None else "eager"
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            separate_experts(model.model.layers, architecture)
         self.decoder = model.model.eval()
         self.architecture = architecture
         self.device = device
@@ -54,7 +62,7 @@ class FloatModel:
         # One more than the share, of no sequences, for a rank that has none.
         own = torch.cat([*self.ranks.mine(input_ids.split(self.batch)), input_ids[:0]])
         distinct, places = torch.unique(own, return_inverse=True)
-        vectors = rows(distinct)
+        vectors = rows(distinct) * self.architecture.embedding_factor
         place = self.device if own.numel() * vectors[:1].nbytes <= STREAM_BYTES_ON_GPU else "cpu"
         self.hidden = vectors.to(place)[places.to(place)]
 
@@ -66,37 +74,40 @@ class FloatModel:
 
         `weights`: the layer's tensors by full checkpoint name. `collect`: sequences of linear layers that share an
         input, such as `("mlp.gate_proj", "mlp.up_proj")`; the first name of each is the key of its Hessian
-        `[I, I]`.
+        `[I, I]`. Experts that too few tokens reached have none (`starved_experts`).
         """
-        module = self.decoder.layers[layer]
-        prefix = self.architecture.layer_prefix(layer)
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+        tensors = self._lent(layer, weights)
         sums: dict[str, HessianSum] = {}
         hooks = []
         for linears in collect:
-            linear = module.get_submodule(linears[0])
-            sums[linears[0]] = HessianSum(linear.in_features, self.device)
+            sums[linears[0]] = HessianSum(self.architecture.linear_shape(linears[0])[1], self.device)
+            linear = self.linear(layer, linears[0])
             hooks.append(linear.register_forward_pre_hook(_collector(sums[linears[0]])))
         try:
             for hidden in self._batches():
-                hidden.copy_(self._forward(module, tensors, hidden.to(self.device), layer))
+                hidden.copy_(self._forward(layer, tensors, hidden.to(self.device)))
         finally:
             for hook in hooks:
                 hook.remove()
-        return {name: self._mean(sums.pop(name)) for name in tuple(sums)}
+        for total in sums.values():
+            total.combine(self.ranks.add)
+        starved = starved_experts({name: total.tokens for name, total in sums.items()}, self.architecture)
+        return {name: sums.pop(name).mean() for name in tuple(sums) if name not in starved}
 
     def _batches(self) -> list[Tensor]:
         return list(self.hidden.split(self.batch)) if len(self.hidden) else []
 
-    def _mean(self, total: HessianSum) -> Tensor:
-        total.combine(self.ranks.add)
-        return total.mean()
-
     def forward_layer(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """One layer's output for the stream `hidden` `[B, T, H]`, differentiable; the stream kept here stays."""
+        return self._forward(layer, self._lent(layer, weights), hidden)
+
+    def linear(self, layer: int, linear: str) -> nn.Module:
+        """The module that computes a linear layer, alone or together with others that read the same input."""
+        return self.decoder.layers[layer].get_submodule(module_name(linear, self.architecture))
+
+    def _lent(self, layer: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         prefix = self.architecture.layer_prefix(layer)
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-        return self._forward(self.decoder.layers[layer], tensors, hidden, layer)
+        return fitting({name.removeprefix(prefix): tensor for name, tensor in weights.items()}, self.architecture)
 
     def final_norm(self, hidden: Tensor, gain: Tensor) -> Tensor:
         """The norm after the last layer, with `gain` `[H]`: `[..., H]`."""
@@ -109,13 +120,15 @@ class FloatModel:
         total = HessianSum(self.hidden.shape[-1], self.device)
         for hidden in self._batches():
             total.add(self.final_norm(hidden.to(self.device), gain))
-        return self._mean(total)
+        total.combine(self.ranks.add)
+        return total.mean()
 
-    def _forward(self, module: nn.Module, tensors: Mapping[str, Tensor], hidden: Tensor, layer: int) -> Tensor:
+    def _forward(self, layer: int, tensors: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        cosine_sine = self.decoder.rotary_emb(hidden, positions)
+        kinds = () if self.architecture.local_rope is None else (self.config.layer_types[layer],)
+        cosine_sine = self.decoder.rotary_emb(hidden, positions, *kinds)
         output = torch.func.functional_call(
-            module,
+            self.decoder.layers[layer],
             dict(tensors),
             (hidden,),
             {
@@ -129,16 +142,18 @@ class FloatModel:
         return result
 
     def _mask(self, hidden: Tensor, layer: int) -> Tensor | None:
-        """None for plain causal attention (the kernel knows it); a boolean mask where a window cuts it short."""
-        kinds = getattr(self.config, "layer_types", None)
-        window = getattr(self.config, "sliding_window", None)
-        if kinds is not None and kinds[layer] != "sliding_attention":
-            window = None
+        """None for plain causal attention (the kernel knows it); a boolean mask where a window cuts it short.
+
+        Where scores are bounded, what is added to them.
+        """
+        window = self.architecture.sliding_windows[layer]
         length = hidden.shape[1]
-        if not window or window >= length:
+        fused = self.architecture.attention_cap is None
+        if fused and (not window or window >= length):
             return None
         distance = torch.arange(length, device=hidden.device).unsqueeze(1) - torch.arange(length, device=hidden.device)
-        return ((distance >= 0) & (distance < window))[None, None]
+        mask = ((distance >= 0) & (distance < (window or length)))[None, None]
+        return mask if fused else torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
 
 
 def _collector(total: HessianSum) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from torch import Tensor
 
 from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.converters.base import GivenBase, Inspection, Provenance, TensorInfo
+from bitnest_format.converters.fused import split_entry
 from bitnest_format.converters.packed import Claim, PackedFormat, PackedModule, dequantize, listed
 from bitnest_format.converters.quantized import CONFIG_KEYS, find_format, format_by_names, stated_settings
 from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
-from bitnest_format.families import FAMILIES
+from bitnest_format.families import FAMILIES, WRAPPERS
 from bitnest_format.manifest import MANIFEST_FILE
 from bitnest_format.shards import DTYPES, Files, LocalFiles, TensorEntry, header_in, inside, read_json
 
@@ -58,6 +59,9 @@ SIDE_FILES = (
     "chat_template.json",
     "additional_chat_templates/*",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
     "LICENSE*",
     "LICENCE*",
     "NOTICE*",
@@ -66,8 +70,8 @@ SIDE_FILES = (
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.model.v*", "*.tiktoken", "tekken.json", "vocab.json")
 
-# Rotary tables that old files store although they follow from the config.
-DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$")
+# Rotary tables and counted positions that old files store although they follow from the config.
+DERIVED = re.compile(r"(^|\.)rotary_emb\.|(^|\.)rope\.freqs$|(^|\.)(inv_freq|position_ids)$")
 NUMBERED_SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors$")
 
 READ_BYTES, FETCH_BYTES = 1 << 20, 1 << 25
@@ -126,6 +130,13 @@ class HuggingFaceSource:
         problems += _prefix_problems(stored)
         if architecture is None or problems:
             raise SourceError(problems)
+        if packed and architecture.family.fused:
+            raise SourceError(
+                f"{folder}: {architecture.model_type} models that are quantized already hold "
+                f"{', '.join(architecture.family.fused)} as one matrix each, which cannot be split here. Give the "
+                "original model instead."
+            )
+        stored = _split_fused(stored, architecture)
         self._architecture = architecture
         self._packed = packed
         claim = _claimed(packed, stored, architecture, settings)
@@ -153,7 +164,10 @@ class HuggingFaceSource:
         for module, packed_module in claim.modules.items():
             infos[f"{module}.weight"] = TensorInfo(shape=packed_module.shape, dtype=torch.float32)
         # A tied head is compared with the embedding while the weights are read, but it is not a tensor of the model.
-        self.tensors: Mapping[str, TensorInfo] = {name: infos[name] for name in architecture.tensors() if name in infos}
+        beside = sorted(filter(architecture.is_beside, infos))
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: infos[name] for name in (*architecture.tensors(), *beside) if name in infos
+        }
         if not _side_files(folder, TOKENIZERS):
             self.notes.append(
                 "no tokenizer files (tokenizer.json, tokenizer.model or vocab.json): generating from text needs them"
@@ -236,9 +250,17 @@ class HuggingFaceSource:
     ) -> dict[str, Location]:
         """The plain tensors of the model among all that the files hold; the rest is dropped, noted, or a problem."""
         known = architecture.tensors()
-        chosen = {name: location for name, location in stored.items() if name in known or name == architecture.head}
         given = claim.names | {f"{module}.weight" for module in claim.modules}
-        chosen = {name: location for name, location in chosen.items() if name not in given}
+        chosen = {
+            name: location
+            for name, location in stored.items()
+            if name not in given
+            and (
+                name in known
+                or name == architecture.head
+                or (architecture.is_beside(name) and not DERIVED.search(name))
+            )
+        }
         rest = [name for name in stored if name not in {*chosen, *claim.names} and not DERIVED.search(name)]
         # Old GPTQ writers gave every linear layer a bias, of zeros where the model has none.
         biases = [
@@ -306,7 +328,7 @@ def _architecture(
         architecture = read_architecture(config, names)
     except UnsupportedModelError as error:
         problems = list(error.problems)
-        if custom and config.get("model_type") not in FAMILIES:
+        if custom and config.get("model_type") not in {*FAMILIES, *WRAPPERS}:
             problems.append(
                 f"{CONFIG_FILE}: auto_map names code of the model's own ({listed(_code_files(custom))}). It is never "
                 "executed here; there is no trust_remote_code."
@@ -356,6 +378,22 @@ def _find_tensors(folder: Path, weights: Files, notes: list[str]) -> tuple[dict[
         name: Location(weights, file, name, entry) for file, header in headers.items() for name, entry in header.items()
     }
     return tensors, problems
+
+
+def _split_fused(stored: Mapping[str, Location], architecture: Architecture) -> dict[str, Location]:
+    """Fused matrices as their parts. Raises `SourceError` naming all whose rows do not fit."""
+    split: dict[str, Location] = {}
+    problems: list[str] = []
+    for name, location in stored.items():
+        try:
+            entries = split_entry(name, location.entry, architecture)
+        except SourceError as error:
+            problems += error.problems
+        else:
+            split |= {part: replace(location, entry=entry) for part, entry in entries.items()}
+    if problems:
+        raise SourceError(problems)
+    return split
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -54,8 +54,7 @@ class RotatedLoss:
         self.quantize = True
         self.model = FloatModel(source.config, architecture, device)
         for layer in range(architecture.layers):
-            for linear in architecture.linears(layer):
-                module = self.model.decoder.layers[layer].get_submodule(linear)
+            for module in {self.model.linear(layer, linear) for linear in architecture.linears(layer)}:
                 module.register_forward_pre_hook(self._round_inputs)
         self._read = _reader(source, architecture, device)
 
@@ -63,6 +62,7 @@ class RotatedLoss:
         """`input_ids` int64 `[B, T]`; `r1` float32 `[H, H]`, `r2` float32 `[L, D, D]` -> a scalar."""
         ids = input_ids.to(r1.device)
         hidden = rotate_embedding(self._read(self.architecture.embedding)[ids], Rotation("learned", r1, r2.__getitem__))
+        hidden = hidden * self.architecture.embedding_factor
         for layer in range(self.architecture.layers):
             hidden = _recomputed(self._layer, layer, hidden, r1, r2[layer])
         # Turned back, the stream meets the source's own final norm and head.

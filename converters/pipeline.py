@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ from bitnest_format.converters.rotation import (
     rotate_embedding,
     rotate_head,
     rotate_layer,
+    rotate_outputs,
 )
 from bitnest_format.converters.rotation_file import write_rotation_file
 from bitnest_format.converters.work_folder import Part, WorkFolder
@@ -76,8 +77,12 @@ Fold = Callable[[Tensor, Rotation], Tensor]
 
 FOLD_ROWS = 2048
 HEAD_PART = "head"
+BESIDE_PART = "beside"
 # The base method of modules whose codes and scales are those of a quantized source.
 GIVEN = "given"
+STARVED = (
+    "too few calibration tokens reached these experts, so they were rounded to nearest; more calibration text may help"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +183,7 @@ def convert(
         raise
     ranks.once(lambda: work.publish(output))
     return ConversionResult(
-        folder=output, manifest=manifest, warnings=conversion.warnings, seconds=time.perf_counter() - began
+        folder=output, manifest=manifest, warnings=conversion.all_warnings(), seconds=time.perf_counter() - began
     )
 
 
@@ -247,6 +252,7 @@ class _Conversion:
             self.warnings += learning_remarks(rotation)
         if plan.draft_only:
             self.warnings.append(WHY_DRAFT_ONLY)
+        self.remarks: list[str] = []
         if calibration and len(calibration.input_ids) < options.calibration_samples:
             self.warnings.append(
                 f"the calibration text fills {len(calibration.input_ids)} sequences of the "
@@ -296,7 +302,7 @@ class _Conversion:
             written.result()
         self.report("quantizing layers", layers, layers)
         if self.ranks.first:
-            self.warnings += [text for layer in range(layers) for text in self.work.warnings(_layer_part(layer))]
+            self.remarks += [text for layer in range(layers) for text in self.work.warnings(_layer_part(layer))]
 
     def _read_layers(self, layers: Sequence[int], reader: Executor) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Each layer's tensors on the CPU, in their stored types; for a GPU, the next layer's are read meanwhile."""
@@ -317,6 +323,10 @@ class _Conversion:
     def _store(self, name: str, build: Callable[[], Part]) -> None:
         self.work.write(name, build())
 
+    def all_warnings(self) -> list[str]:
+        """What is worth a person's eye: about the source, then about modules, as few sentences as there are kinds."""
+        return [*self.warnings, *merged_remarks(self.remarks)]
+
     def _layers_needed(self) -> int:
         """How many layers the calibration text has to run through: up to the last part that is missing."""
         layers = self.architecture.layers
@@ -334,7 +344,7 @@ class _Conversion:
             if self.ranks.first:
                 self.work.write(HEAD_PART, self._quantize_head(norm, hessian))
         if self.ranks.first:
-            self.warnings += self.work.warnings(HEAD_PART)
+            self.remarks += self.work.warnings(HEAD_PART)
 
     def _quantize_head(self, norm: Tensor, hessian: Tensor | None) -> Part:
         """The final norm as it is stored, and the head as a module, solved some rows at a time."""
@@ -467,6 +477,8 @@ class _Conversion:
                 )
             del codes
             release_freed_memory()
+        if hessians:
+            part.warnings += _starved_remarks(self.architecture, layer, hessians)
         if self.ranks.first:
             for name in self.architecture.layer_tensors(layer):
                 if name.removesuffix(".weight") not in records:
@@ -515,9 +527,14 @@ class _Conversion:
                 part.base[self.architecture.head] = self._fold_matrix(*self._head_source())
             return part
 
+        def beside() -> Part:
+            return Part(base={name: self._beside(name) for name in self._names_beside()})
+
         yield "embedding", self.architecture.embedding, embedding
         if not self.nested_head:
             yield HEAD_PART, self._head_matrix(), final
+        if self._names_beside():
+            yield BESIDE_PART, BESIDE_PART, beside
 
     def _write_outer_parts(self, matrices: Container[str]) -> None:
         """Write those made of certain matrices that are not finished."""
@@ -530,14 +547,32 @@ class _Conversion:
         """The source's tensor that the head is made of."""
         return self.architecture.embedding if self.architecture.tied_embeddings else self.architecture.head
 
+    def _names_beside(self) -> list[str]:
+        """The tensors that belong to the model but not to its language model."""
+        return [name for name in self.source.tensors if self.architecture.is_beside(name)]
+
+    def _beside(self, name: str) -> Pending:
+        """Such a tensor as it is, or turned where its outputs enter the residual stream."""
+        info = self.source.tensors[name]
+        rotation = self.rotation if self.architecture.enters_stream(name) else None
+
+        def chunks() -> Iterator[memoryview]:
+            tensor = self.source.read(name)
+            if rotation is not None:
+                tensor = self._kept(name, rotate_outputs(tensor.to(self.options.device), rotation).float())
+            yield tensor_bytes(tensor)
+
+        return Pending(DTYPE_NAMES[info.dtype], info.shape, info.dtype.itemsize * math.prod(info.shape), chunks)
+
     def _final_norm(self) -> Tensor:
         """The final norm's gains as they are to be stored."""
         gain = self.source.read(self.architecture.final_norm).to(self.options.device)
-        return gain if self.rotation is None else torch.ones_like(gain)
+        return gain if self.rotation is None else torch.ones_like(gain) - self.architecture.family.norm_offset
 
     def _head_source(self) -> tuple[str, Fold]:
         """The source's tensor that the head is made of, and how its rows are rotated."""
-        gain = self.source.read(self.architecture.final_norm).to(self.options.device)
+        gain = self.source.read(self.architecture.final_norm).to(self.options.device).double()
+        gain += self.architecture.family.norm_offset
         return self._head_matrix(), lambda rows, rotation: rotate_head(rows, gain, rotation)
 
     def _fold_matrix(self, name: str, fold: Fold) -> Pending:
@@ -559,9 +594,10 @@ class _Conversion:
         """Join the parts into shards and write indexes, config and manifest into the work folder."""
         release_freed_memory()
         self.report("writing the checkpoint", 0, 1)
-        self._write_outer_parts({self.architecture.embedding, self._head_matrix()})
+        self._write_outer_parts({self.architecture.embedding, self._head_matrix(), BESIDE_PART})
         self._held = {}
         order = ["embedding", *map(_layer_part, range(self.architecture.layers)), HEAD_PART]
+        order += [BESIDE_PART] if self._names_beside() else []
         writer = CheckpointWriter(self.work.checkpoint, self.options.shard_bytes)
         modules: dict[str, Module] = {}
         for name in order:
@@ -580,7 +616,7 @@ class _Conversion:
             activation={"bits": 8, "granularity": "token", "symmetric": True},
             kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
             speculation={"gamma": 4},
-            rotation=_rotation_record(self.options, self.rotation),
+            rotation=self._rotation_record(),
             source=_source_record(self.source.provenance, self.plan),
             calibration=self.calibration.record() if self.calibration else None,
             modules=modules,
@@ -591,10 +627,20 @@ class _Conversion:
         self.report("writing the checkpoint", 1, 1)
         return written
 
+    def _rotation_record(self) -> dict[str, Any] | None:
+        record = _rotation_record(self.options, self.rotation)
+        turned = [name for name in self._names_beside() if self.architecture.enters_stream(name)]
+        return {**record, "turned": turned} if record is not None and self.rotation is not None and turned else record
+
     def _config(self) -> dict[str, Any]:
         config = checkpoint_config(self.source.config)
+        wrapped = config["model_type"] != self.architecture.family.model_type
         if self.rotation is not None or self.nested_head:
             config["tie_word_embeddings"] = False
+            if isinstance(config.get("text_config"), Mapping):
+                config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+        if wrapped or self.architecture.local_rope is not None:
+            return config
         # Both spellings of the rotary settings, so that old and new readers find the same numbers.
         rope = dict(self.architecture.rope)
         config["rope_theta"] = rope["rope_theta"]
@@ -644,6 +690,25 @@ def _provenance_record(provenance: Provenance) -> dict[str, Any]:
         "revision": provenance.revision,
         "license": provenance.license,
     }
+
+
+def _starved_remarks(architecture: Architecture, layer: int, hessians: Mapping[str, Tensor]) -> list[str]:
+    """One remark that names a layer's experts without a Hessian."""
+    starved = [linears[0] for linears in architecture.shared_inputs(layer) if linears[0] not in hessians]
+    if architecture.experts is None or not starved:
+        return []
+    block = f"{architecture.layer_prefix(layer)}{architecture.experts.names.block}"
+    numbers = sorted({int(linear.partition(".experts.")[2].partition(".")[0]) for linear in starved})
+    return [f"{block} experts {', '.join(map(str, numbers))}: {STARVED}"]
+
+
+def merged_remarks(remarks: Iterable[str]) -> list[str]:
+    """Remarks of the form `place: message`, those with the same message as one."""
+    places: dict[str, list[str]] = {}
+    for remark in remarks:
+        place, _, message = remark.partition(": ")
+        places.setdefault(message, []).append(place)
+    return [f"{'; '.join(names)}: {message}" for message, names in places.items()]
 
 
 def _layer_part(layer: int) -> str:

@@ -218,7 +218,7 @@ def _plan(source: Source, architecture: Architecture, options: ConvertOptions, i
         refinement_bytes=0 if is_draft_only(source) else weights // 2,
         scale_bytes=scales * BYTES_PER_SCALE,
         unquantized_bytes=sum(_kept_sizes(source, architecture, options)),
-        fp16_bytes=2 * sum(_elements(shape) for shape in architecture.tensors().values()),
+        fp16_bytes=2 * sum(map(_elements, _all_shapes(source, architecture))),
         notes=(*source.notes, *_head_notes(source, architecture, options, modules)),
     )
 
@@ -241,6 +241,11 @@ def _head_notes(
     )
 
 
+def _all_shapes(source: Source, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+    yield from architecture.tensors().values()
+    yield from (source.tensors[name].shape for name in filter(architecture.is_beside, source.tensors))
+
+
 def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[int]:
     """The sizes of the tensors that stay as they are; a rotation gives a tied model a head of its own."""
     nested_head = options.quantize_lm_head
@@ -251,6 +256,8 @@ def _kept_sizes(source: Source, architecture: Architecture, options: ConvertOpti
             info = source.tensors.get(name)
             copies = 2 if name == architecture.embedding and untied else 1
             yield copies * _elements(shape) * (info.dtype.itemsize if info else BYTES_PER_SCALE)
+    for name in filter(architecture.is_beside, source.tensors):
+        yield _elements(source.tensors[name].shape) * source.tensors[name].dtype.itemsize
 
 
 def _tensor_problems(source: Source, architecture: Architecture) -> Iterator[str]:
@@ -265,6 +272,7 @@ def _tensor_problems(source: Source, architecture: Architecture) -> Iterator[str
         )
     if missing:
         yield f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'} missing: {', '.join(missing)}"
+    yield from _entry_problems(source, architecture)
     wrong: dict[tuple[tuple[int, ...], tuple[int, ...], str], list[str]] = {}
     for name, shape in expected.items():
         if name in source.tensors and source.tensors[name].shape != shape:
@@ -274,24 +282,45 @@ def _tensor_problems(source: Source, architecture: Architecture) -> Iterator[str
         yield f"{', '.join(names)}: shape {list(found)}, expected {list(shape)} (config.json: {fields})"
 
 
+def _entry_problems(source: Source, architecture: Architecture) -> Iterator[str]:
+    """What makes image features of the language model's width has to be known, for it turns with the stream."""
+    for name in architecture.spelling.into_stream:
+        found = [tensor for tensor in (f"{name}.weight", name) if tensor in source.tensors]
+        if not found:
+            yield (
+                f"{name}: missing; its outputs stand among the embeddings of a {architecture.model_type} model. "
+                "Export the whole model again."
+            )
+        elif source.tensors[found[0]].shape[:1] != (architecture.hidden_size,):
+            yield (
+                f"{found[0]}: shape {list(source.tensors[found[0]].shape)}, expected {architecture.hidden_size} rows, "
+                "the hidden_size of the language model"
+            )
+
+
 def _config_fields(name: str, architecture: Architecture) -> str:
     """The config fields that decide a tensor's shape, with their values."""
     hidden = f"hidden_size {architecture.hidden_size}"
     head_dim = f"head_dim {architecture.head_dim}"
+    width = f"intermediate_size {architecture.intermediate_size}"
+    if architecture.experts is not None and ".experts." in name:
+        width = f"{architecture.experts.names.width} {architecture.experts.width}"
     fields = {
         "q_proj": f"num_attention_heads {architecture.heads}, {head_dim}, {hidden}",
         "k_proj": f"num_key_value_heads {architecture.kv_heads}, {head_dim}, {hidden}",
         "v_proj": f"num_key_value_heads {architecture.kv_heads}, {head_dim}, {hidden}",
         "o_proj": f"{hidden}, num_attention_heads {architecture.heads}, {head_dim}",
-        "gate_proj": f"intermediate_size {architecture.intermediate_size}, {hidden}",
-        "up_proj": f"intermediate_size {architecture.intermediate_size}, {hidden}",
-        "down_proj": f"{hidden}, intermediate_size {architecture.intermediate_size}",
+        "gate_proj": f"{width}, {hidden}",
+        "up_proj": f"{width}, {hidden}",
+        "down_proj": f"{hidden}, {width}",
         "q_norm": head_dim,
         "k_norm": head_dim,
         "embed_tokens": f"vocab_size {architecture.vocab_size}, {hidden}",
         "lm_head": f"vocab_size {architecture.vocab_size}, {hidden}",
     }
-    return fields.get(name.split(".")[-2], hidden)
+    if architecture.experts is not None:
+        fields["gate"] = f"{architecture.experts.count} experts, {hidden}"
+    return fields.get(architecture.role(name.rpartition(".")[0]), hidden)
 
 
 def _given_problems(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
@@ -353,6 +382,11 @@ def _fitting_sizes(architecture: Architecture) -> str:
 
 
 def _option_problems(source: Source, architecture: Architecture, options: ConvertOptions) -> Iterator[str]:
+    if options.rotates and architecture.family.post_norms:
+        yield (
+            f"--rotation {options.rotation_kind}: {architecture.model_type} norms the outputs of attention and MLP "
+            "before they are added to the residual stream, and such norms cannot absorb R1. Pass --rotation none."
+        )
     if options.rotation_kind == "hadamard":
         bad = sizes_without_hadamard(architecture)
         if bad:

@@ -95,6 +95,11 @@ def rotate_embedding(embedding: Tensor, rotation: Rotation) -> Tensor:
     return embedding.to(rotation.r1.dtype) @ rotation.r1
 
 
+def rotate_outputs(tensor: Tensor, rotation: Rotation) -> Tensor:
+    """`R1^T W` of a weight `[H, I]`, or of a bias or vector `[H]`, whose outputs enter the residual stream; float64."""
+    return rotation.r1.T @ tensor.double()
+
+
 def rotate_head(head: Tensor, final_gain: Tensor, rotation: Rotation) -> Tensor:
     """`W diag(gain) R1`, `[V, H]` in the type of R1: the head with the final norm's gain folded in."""
     return (head.to(rotation.r1.dtype) * final_gain.to(rotation.r1.dtype)) @ rotation.r1
@@ -110,14 +115,14 @@ def rotate_layer(
     """
     prefix = architecture.layer_prefix(layer)
     readers, writers = architecture.stream_readers(layer), architecture.stream_writers(layer)
-    r1, r2 = rotation.r1, rotation.r2(layer)
+    r1, r2, offset = rotation.r1, rotation.r2(layer), architecture.family.norm_offset
     for name, tensor in tensors.items():
         linear, _, kind = name.removeprefix(prefix).rpartition(".")
         folded = tensor.to(r1.dtype)
         if name in architecture.norm_names(layer):
-            folded = torch.ones_like(folded)
+            folded = torch.ones_like(folded) - offset
         elif linear in readers and kind == "weight":
-            folded = (folded * tensors[readers[linear]].to(r1.dtype)) @ r1
+            folded = (folded * (tensors[readers[linear]].to(r1.dtype) + offset)) @ r1
         elif linear in writers:
             # A weight's rows and a bias alike: both are outputs into the residual stream.
             folded = r1.T @ folded

@@ -57,6 +57,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up`, GELU in its tanh form, for `[M, 2I]` holding gate and up side by side -> `[M, I]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate.shape[0] <= DECODE_ROWS:
+        return torch.stack([torch.nn.functional.gelu(row, approximate="tanh") for row in gate.unbind(0)]) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)` of float32 `[M, ...]`."""
+    scaled = x / constant(cap, x.device)
+    bounded = torch.stack([row.tanh() for row in scaled.unbind(0)]) if x.shape[0] <= DECODE_ROWS else scaled.tanh()
+    return bounded * constant(cap, x.device)
+
+
 def apply_rope(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary embedding with halves as pairs (element `i` with `i + D/2`), as Llama checkpoints store it.
 

@@ -48,40 +48,65 @@ def kv_decode(planes: Tensor, scale: Tensor, *, fine: bool) -> Tensor:
     return codes * (scale / constant(nesting.STEPS_PER_BASE_STEP, scale.device)).unsqueeze(-1)
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    window: int | None,
+    factor: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Causal attention of new tokens over cached entries, their own included.
 
     `queries` `[M, Q, D]` of positions `position .. position + M - 1`; `keys`, `values` `[K, n, D]` with
-    `n = position + M`; `window`: how many entries up to its own a token sees, None for all. Returns `[M, Q, D]`.
+    `n = position + M`; `window`: how many entries up to its own a token sees, None for all. Scores are products times
+    `factor`, `D ** -0.5` if None, bounded to `cap * tanh(score / cap)` where there is a cap. Returns `[M, Q, D]`.
     Up to `DECODE_ROWS` rows are computed one by one and do not depend on each other.
     """
+    factor = queries.shape[-1] ** -0.5 if factor is None else factor
     if queries.shape[0] <= DECODE_ROWS:
-        return _row_attention(queries, keys, values, position, window)
-    return _block_attention(queries, keys, values, position, window)
+        return _row_attention(queries, keys, values, position, window, factor, cap)
+    return _block_attention(queries, keys, values, position, window, factor, cap)
 
 
-def _row_attention(queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+def _row_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None, factor: float, cap: float | None
+) -> Tensor:
     rows, heads, size = queries.shape
-    grouped = (queries * constant(size**-0.5, queries.device)).view(rows, keys.shape[0], -1, size)
+    grouped = (queries * constant(factor, queries.device)).view(rows, keys.shape[0], -1, size)
     outputs = []
     for number, query in enumerate(grouped.unbind(0)):
         stop = position + number + 1
         start = 0 if window is None else max(0, stop - window)
         scores = torch.bmm(query, keys[:, start:stop].transpose(1, 2))
+        if cap is not None:
+            scores = _capped(scores, cap)
         outputs.append(torch.bmm(scores.softmax(dim=-1), values[:, start:stop]))
     return torch.stack(outputs).view(rows, heads, size)
 
 
-def _block_attention(queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+def _block_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None, factor: float, cap: float | None
+) -> Tensor:
     places = torch.arange(keys.shape[1], device=keys.device)
     distance = places[position:].unsqueeze(1) - places
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
+    turned = queries.transpose(0, 1)
+    if cap is not None:
+        grouped = turned.unflatten(0, (keys.shape[0], -1))
+        scores = _capped(grouped * factor @ keys.unsqueeze(1).transpose(2, 3), cap).masked_fill(~mask, float("-inf"))
+        return (scores.softmax(dim=-1) @ values.unsqueeze(1)).flatten(0, 1).transpose(0, 1).contiguous()
     output = torch.nn.functional.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, enable_gqa=True
+        turned.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, enable_gqa=True, scale=factor
     )
     return output[0].transpose(0, 1).contiguous()
+
+
+def _capped(scores: Tensor, cap: float) -> Tensor:
+    return (scores / constant(cap, scores.device)).tanh() * constant(cap, scores.device)
 
 
 @cache

@@ -22,6 +22,7 @@ import torch
 from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.errors import GenerationError, UsageError
 from bitnest_format.runtime.byte_model import StepBytes, StepView, Storage, memory_bytes, step_bytes
+from bitnest_format.runtime.gpu_limits import beyond_kernels
 from bitnest_format.runtime.instruments import Instruments, versions
 from bitnest_format.runtime.kv_cache import KvSettings
 from bitnest_format.runtime.machines import WORKSPACE, Machine, predict
@@ -108,6 +109,9 @@ class Bench:
             raise UsageError(f"--repeats is {self.repeats}, expected 1 or more")
         if (self.acceptance is None) == (self.text is None):
             raise UsageError("give either a stated --acceptance or a text to decode")
+        beyond = ", ".join(beyond_kernels(self.architecture))
+        if beyond:
+            raise UsageError(f"{self.name}: {beyond}: the GPU kernels, which bench is about, do not run such a model")
         needed = max(self.contexts) + TEXT_STRIDE * (self.repeats - 1)
         if self.text is not None and len(self.text) < needed:
             raise UsageError(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bitnest_format.architecture import language_config
 from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError, UnsupportedModelError, UsageError
 from bitnest_format.kernels.ops import triton_ops
@@ -329,8 +330,14 @@ class NestedModel:
 
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """Every token that ends a text: those of config.json and generation_config.json, one id or a list in each."""
-    sources: list[tuple[str, Any]] = [(CONFIG_FILE, checkpoint.config)]
+    """Every token that ends a text: those of config.json and generation_config.json, one id or a list in each.
+
+    In config.json that is the language model's own where it is nested, and the whole model's.
+    """
+    sources: list[tuple[str, Any]] = [
+        (CONFIG_FILE, checkpoint.config),
+        (CONFIG_FILE, language_config(checkpoint.config)),
+    ]
     path = checkpoint.folder / GENERATION_CONFIG_FILE
     if path.is_file():
         sources.append((GENERATION_CONFIG_FILE, read_json(path)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,10 @@ def shape_obstacles(
     architecture: Architecture, modules: Mapping[str, Module], tensor: Callable[[str], Tensor]
 ) -> list[str]:
     """`gpu_obstacles` of the modules of a manifest; `tensor` reads a permutation by its name."""
-    found = []
+    found = [
+        f"config.json: {architecture.model_type} has {what}, which the GPU kernels do not run. {INSTEAD}"
+        for what in beyond_kernels(architecture)
+    ]
     size = architecture.head_dim
     if size % HEAD_DIM_STEP or size > LARGEST_HEAD_DIM:
         found.append(
@@ -154,6 +157,18 @@ def fit_advice(
 def _context(need: MemoryNeed, free: int, capacities: Sequence[int]) -> int:
     fitting = need.entries_within(free)
     return max((size for size in capacities if size <= fitting), default=0) if capacities else fitting
+
+
+def beyond_kernels(architecture: Architecture) -> Iterator[str]:
+    """What a model computes that the GPU's passes have no node for."""
+    if architecture.experts is not None:
+        yield "mixtures of experts"
+    if architecture.family.post_norms:
+        yield "norms after attention and MLP"
+    elif architecture.family.norm_offset or architecture.family.gelu:
+        yield "GELU in its MLPs"
+    if architecture.rotary_size != architecture.head_dim:
+        yield "rotary embedding of a part of each head"
 
 
 def _joined(architecture: Architecture) -> list[list[str]]:

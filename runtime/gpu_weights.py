@@ -145,7 +145,7 @@ def load_weights(checkpoint: Checkpoint, view: Literal["draft", "target"], devic
         layers=[layer(number) for number in range(architecture.layers)],
         final_norm=tensor(architecture.final_norm).float(),
         head=head,
-        rope=RopeTable(checkpoint.config, architecture, device),
+        rope=RopeTable(architecture, device),
     )
 
 
@@ -203,7 +203,7 @@ def random_nested(
         layers=[layer(number) for number in range(sizes.layers)],
         final_norm=torch.ones(sizes.hidden_size, device=device),
         head=weight(*sizes.head_shape) if nested_head else head,
-        rope=RopeTable(config, sizes, device),
+        rope=RopeTable(sizes, device),
     )
 
 
@@ -233,7 +233,7 @@ def random_half(config: Mapping[str, Any], device: torch.device, *, seed: int = 
         layers=[layer(number) for number in range(sizes.layers)],
         final_norm=torch.ones(sizes.hidden_size, device=device),
         head=_random_half(sizes.head_shape, device, generator),
-        rope=RopeTable(config, sizes, device),
+        rope=RopeTable(sizes, device),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,14 +13,15 @@ from torch import Tensor
 from bitnest_format.architecture import Architecture
 from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint
 from bitnest_format.errors import CheckpointError, GenerationError
-from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
-from bitnest_format.kernels.reference import DECODE_ROWS, apply_rope, lm_head, rms_norm, silu_mul
+from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT
+from bitnest_format.kernels.reference import DECODE_ROWS, apply_rope, lm_head, rms_norm, soft_cap
 from bitnest_format.kernels.reference_attention import attention
 from bitnest_format.kernels.reference_linear import View, code_type
 from bitnest_format.manifest import MANIFEST_FILE
 from bitnest_format.runtime.kv_cache import KvCache
 from bitnest_format.runtime.linear import StackedLinear
 from bitnest_format.runtime.memory import available_bytes
+from bitnest_format.runtime.mlp import Mixture, Mlp
 from bitnest_format.runtime.rope import RopeTable
 from bitnest_format.runtime.threads import worthwhile_threads
 
@@ -34,15 +35,21 @@ UNPACKED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The parameters of one decoder layer. `head_norm`: gains of query and key heads `[Q + K, D]`, or None."""
+    """The parameters of one decoder layer.
+
+    `head_norm`: gains of query and key heads `[Q + K, D]`, or None. `post_attention_norm`, `post_mlp_norm`: gains of
+    norms of what is added to the stream, or None. `rope`: the tables of its positions.
+    """
 
     input_norm: Tensor
     attention_inputs: StackedLinear
     head_norm: Tensor | None
     attention_output: StackedLinear
     mlp_norm: Tensor
-    mlp_inputs: StackedLinear
-    mlp_output: StackedLinear
+    mlp: Mlp | Mixture
+    post_attention_norm: Tensor | None
+    post_mlp_norm: Tensor | None
+    rope: RopeTable
     window: int | None
 
 
@@ -72,12 +79,14 @@ class Decoder:
         self._checkpoint = checkpoint
         self.nested_head = has_nested_head(checkpoint, self.architecture)
         self.unpack: Literal["load", "call"] = _choose_unpack(unpack, self.unpacked_bytes(), self.device)
-        self.rope = RopeTable(checkpoint.config, self.architecture, self.device)
+        local = self.architecture.local_rope
+        self.rope = RopeTable(self.architecture, self.device)
+        self.local_rope = RopeTable(replace(self.architecture, rope=local), self.device) if local else self.rope
         self.head, self.head_bytes = self._load_head()
         names = self.architecture
         head = self.head if names.tied_embeddings else None
         self.embedding = head if isinstance(head, Tensor) else self._tensor(names.embedding)
-        self.final_norm = self._tensor(names.final_norm).float()
+        self.final_norm = self._gain(names.final_norm)
         self.layers = [self._load_layer(layer) for layer in range(names.layers)]
         self.view_bytes = {view: self._view_bytes(view) for view in views}
         self.product_bytes = max(linear.product_bytes for linear in self._linears())
@@ -114,8 +123,9 @@ class Decoder:
         size = self.architecture
         rows, stop = ids.shape[0], position + ids.shape[0]
         cache.reserve(stop)
-        cosine, sine = self.rope.rows(position, rows)
         stream = self.embedding[ids].float()
+        if size.embedding_factor != 1:
+            stream = stream * size.embedding_factor
         turned_heads = size.heads + size.kv_heads
         for number, layer in enumerate(self.layers):
             normed = rms_norm(stream, layer.input_norm, size.norm_epsilon)
@@ -123,13 +133,22 @@ class Decoder:
             turned = heads[:, :turned_heads]
             if layer.head_norm is not None:
                 turned = rms_norm(turned, layer.head_norm, size.norm_epsilon)
-            turned = apply_rope(turned, cosine, sine)
+            turned = _rotated(turned, *layer.rope.rows(position, rows))
             cache.append(number, turned[:, size.heads :], heads[:, turned_heads:], position)
             keys, values = cache.read(number, stop, fine_from)
-            attended = attention(turned[:, : size.heads], keys, values, position, layer.window)
-            stream = stream + layer.attention_output(attended.view(rows, -1), view)
+            attended = attention(
+                turned[:, : size.heads],
+                keys,
+                values,
+                position,
+                layer.window,
+                factor=size.attention_factor,
+                cap=size.attention_cap,
+            )
+            added = layer.attention_output(attended.view(rows, -1), view)
+            stream = stream + _normed(added, layer.post_attention_norm, size.norm_epsilon)
             normed = rms_norm(stream, layer.mlp_norm, size.norm_epsilon)
-            stream = stream + layer.mlp_output(silu_mul(layer.mlp_inputs(normed, view)), view)
+            stream = stream + _normed(layer.mlp(normed, view), layer.post_mlp_norm, size.norm_epsilon)
         return rms_norm(stream, self.final_norm, size.norm_epsilon)
 
     def logits(self, hidden: Tensor, view: View) -> Tensor:
@@ -138,6 +157,8 @@ class Decoder:
         Raises `GenerationError` where one is NaN.
         """
         logits = lm_head(hidden, self.head) if isinstance(self.head, Tensor) else self.head(hidden, view)
+        if self.architecture.logit_cap is not None:
+            logits = soft_cap(logits, self.architecture.logit_cap)
         if bool(logits.isnan().any()):
             raise not_a_number(self._checkpoint)
         return logits
@@ -165,22 +186,46 @@ class Decoder:
         architecture = self.architecture
         prefix = architecture.layer_prefix(number)
         input_norm, mlp_norm = architecture.norm_names(number)
+        post_attention, post_mlp = [*map(self._gain, architecture.post_norm_names(number))] or (None, None)
         return Layer(
-            input_norm=self._tensor(input_norm).float(),
+            input_norm=self._gain(input_norm),
             attention_inputs=self._linear(prefix, ATTENTION_INPUTS),
             head_norm=self._head_norm(number),
             attention_output=self._linear(prefix, (ATTENTION_OUTPUT,)),
-            mlp_norm=self._tensor(mlp_norm).float(),
-            mlp_inputs=self._linear(prefix, MLP_INPUTS),
-            mlp_output=self._linear(prefix, (MLP_OUTPUT,)),
+            mlp_norm=self._gain(mlp_norm),
+            mlp=self._load_mlp(number),
+            post_attention_norm=post_attention,
+            post_mlp_norm=post_mlp,
+            rope=self.rope if architecture.sliding_windows[number] is None else self.local_rope,
             window=architecture.sliding_windows[number],
         )
+
+    def _load_mlp(self, number: int) -> Mlp | Mixture:
+        architecture = self.architecture
+        prefix = architecture.layer_prefix(number)
+        mlps = [
+            Mlp(self._linear(prefix, inputs), self._linear(prefix, (output,)), architecture.family.gelu)
+            for inputs, output in architecture.mlps(number)
+        ]
+        experts = architecture.experts
+        if experts is None or not architecture.is_mixture(number):
+            return mlps[0]
+        return Mixture(
+            router=self._tensor(f"{prefix}{experts.router}.weight"),
+            experts=mlps,
+            active=experts.active,
+            normalized=experts.normalized,
+        )
+
+    def _gain(self, name: str) -> Tensor:
+        """A norm's gains, float32."""
+        return self._tensor(name).float() + self.architecture.family.norm_offset
 
     def _head_norm(self, number: int) -> Tensor | None:
         names = self.architecture.head_norm_names(number)
         if not names:
             return None
-        query, key = (self._tensor(name).float() for name in names)
+        query, key = map(self._gain, names)
         return torch.cat((query.expand(self.architecture.heads, -1), key.expand(self.architecture.kv_heads, -1)))
 
     def _linear(self, prefix: str, linears: tuple[str, ...]) -> StackedLinear:
@@ -199,11 +244,26 @@ class Decoder:
         return checked_tensor(self._checkpoint, name, self.architecture.tensors()[name]).to(self.device)
 
     def _view_bytes(self, view: View) -> int:
-        return sum(linear.plane_bytes[view] for linear in self._linears())
+        attention = (linear for layer in self.layers for linear in (layer.attention_inputs, layer.attention_output))
+        return sum(linear.plane_bytes[view] for linear in attention) + sum(
+            layer.mlp.bytes_read(view) for layer in self.layers
+        )
 
     def _linears(self) -> Iterator[StackedLinear]:
         for layer in self.layers:
-            yield from (layer.attention_inputs, layer.attention_output, layer.mlp_inputs, layer.mlp_output)
+            yield from (layer.attention_inputs, layer.attention_output, *layer.mlp.linears())
+
+
+def _normed(added: Tensor, gain: Tensor | None, epsilon: float) -> Tensor:
+    return added if gain is None else rms_norm(added, gain, epsilon)
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of the first elements of each head, as many as the tables cover; the rest passes through."""
+    size = 2 * cosine.shape[-1]
+    if size == heads.shape[-1]:
+        return apply_rope(heads, cosine, sine)
+    return torch.cat((apply_rope(heads[..., :size], cosine, sine), heads[..., size:]), dim=-1)
 
 
 def has_nested_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:

@@ -38,6 +38,30 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0}
+# Fields that a model needs beyond those of Llama.
+FIELDS: dict[str, dict[str, Any]] = {
+    "phi3": {"pad_token_id": 0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1},
+    "gemma": GELU,
+    "gemma2": {**GELU, "sliding_window": 16, "query_pre_attn_scalar": 100, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {
+        **GELU,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 100,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
 
 
@@ -89,6 +113,7 @@ def make_tiny_model(model_type: str = "llama", tied: bool = False, seed: int = 0
         "bos_token_id": 1,
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
+        **FIELDS.get(model_type, {}),
         **config_changes,
     }
     generator = torch.Generator().manual_seed(seed)
@@ -97,6 +122,63 @@ def make_tiny_model(model_type: str = "llama", tied: bool = False, seed: int = 0
         for name, shape in read_architecture(config).tensors().items()
     }
     return config, tensors
+
+
+@pytest.fixture
+def in_transformers() -> Callable[..., torch.nn.Module]:
+    """`(config, tensors)` -> transformers' model in float32, given every tensor by the name that checkpoints use."""
+    return load_into_transformers
+
+
+def load_into_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """A model whose weights are exactly `tensors`; fails where one is missing or left over."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dropped = ("model_type", "architectures", "quantization_config", "torch_dtype")
+    fields = {key: value for key, value in config.items() if key not in dropped}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **fields), dtype=torch.float32, attn_implementation="eager"
+    )
+    state = _transformers_names({name: tensor.float() for name, tensor in tensors.items()})
+    if config["model_type"] == "phi3":
+        state = fuse_phi3(state)
+    if config["tie_word_embeddings"]:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    return model.eval()
+
+
+def fuse_phi3(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a Phi-3 model as its checkpoints hold them."""
+    fused = dict(tensors)
+    for name in tensors:
+        for first, others, whole in (
+            ("q_proj", ("k_proj", "v_proj"), "qkv_proj"),
+            ("gate_proj", ("up_proj",), "gate_up_proj"),
+        ):
+            if name.endswith(f".{first}.weight"):
+                parts = [fused.pop(name.replace(first, part)) for part in (first, *others)]
+                fused[name.replace(first, whole)] = torch.cat(parts)
+    return fused
+
+
+def _transformers_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stacked, as transformers' own modules hold them."""
+    state: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        place, _, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+        if rest:
+            number, linear, _ = rest.split(".")
+            experts.setdefault(f"{place}.experts", {}).setdefault(int(number), {})[linear] = tensor
+        else:
+            state[place] = tensor
+    for place, numbered in experts.items():
+        parts = [numbered[number] for number in range(len(numbered))]
+        gate, up, down = ("w1", "w3", "w2") if "w1" in parts[0] else ("gate_proj", "up_proj", "down_proj")
+        state[f"{place}.gate_up_proj"] = torch.stack([torch.cat((part[gate], part[up])) for part in parts])
+        state[f"{place}.down_proj"] = torch.stack([part[down] for part in parts])
+    return state
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -9,6 +9,20 @@ import pytest
 from bitnest_format.architecture import Architecture, read_architecture
 from bitnest_format.errors import UnsupportedModelError
 
+SUPPORTED = (
+    "llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe, gemma, gemma2, gemma3_text, llava, llava_next, openvla, "
+    "gemma3, qwen2_vl, qwen2_5_vl"
+)
+
+
+FIELDS = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 512,
+    "vocab_size": 320,
+}
+
 
 @pytest.fixture
 def config(tiny_model):
@@ -158,28 +172,129 @@ def test_all_problems_at_once(config):
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({}, "model_type is None; supported are llama, mistral, qwen2, qwen3. config.json has no model_type."),
+        ({}, f"model_type is None; supported are {SUPPORTED}. config.json has no model_type."),
         (
-            {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
-            "model_type is 'phi3' (Phi3ForCausalLM); supported are llama, mistral, qwen2, qwen3. "
-            "Phi-3 fuses its query, key and value matrices; split them first.",
+            {"model_type": "foo", "architectures": ["FooForConditionalGeneration"], "text_config": FIELDS},
+            f"model_type is 'foo' (FooForConditionalGeneration); supported are {SUPPORTED}. Its language model is "
+            "nested under text_config, in a wrapper that is not known: export that part alone and convert it.",
         ),
         (
-            {"model_type": "gemma2", "architectures": []},
-            "model_type is 'gemma2'; supported are llama, mistral, qwen2, qwen3. "
-            "Gemma's norms stand after the sublayers too and cannot absorb a rotation.",
-        ),
-        (
-            {"model_type": "foo", "architectures": ["FooForConditionalGeneration"], "text_config": {}},
-            "model_type is 'foo' (FooForConditionalGeneration); supported are llama, mistral, qwen2, qwen3. "
-            "Its language model is nested under text_config: export that part alone and convert it.",
+            {"model_type": "foo", "architectures": [], "text_config": FIELDS, "vision_config": {}},
+            f"model_type is 'foo'; supported are {SUPPORTED}. Its language model is nested under text_config, in a "
+            "wrapper that is not known: export that part alone and convert it.",
         ),
     ],
-    ids=["nothing", "phi3", "gemma2", "nested"],
+    ids=["nothing", "nested", "nested without a name"],
 )
 def test_other_architectures_are_refused_by_name(config, problem):
     """AR-4, AR-7"""
     assert problems(config) == [f"config.json: {problem}"]
+
+
+def test_a_field_that_is_nowhere():
+    """AR-7: an unknown wrapper names what its language model's config lacks, a known one fills in transformers' own."""
+    nested = {name: value for name, value in FIELDS.items() if name != "num_attention_heads"}
+    config = {"architectures": ["FooForConditionalGeneration"], "text_config": nested, "vision_config": {}}
+    first, second = problems(config)
+    assert first.startswith("config.json: model_type is None (FooForConditionalGeneration); supported are llama,")
+    assert second == "config.json: text_config.num_attention_heads is missing, expected a positive integer"
+    assert read_architecture({"model_type": "llava", "text_config": nested}).heads == 32
+    assert problems({"model_type": "qwen2_vl", "vision_config": {}, **nested}) == [
+        "config.json: num_attention_heads is missing, expected a positive integer"
+    ]
+
+
+def test_a_wrapper_around_an_unknown_family():
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    assert problems(config | {"text_config": {"model_type": "gpt2"}})[0] == (
+        "config.json: text_config.model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3, phi3, mixtral, "
+        "qwen3_moe, gemma, gemma2, gemma3_text."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, "default"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}}, "default"),
+        ({"rope_scaling": {"rope_type": "yarn", "mrope_section": [8, 12, 12], "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_positions_in_three_dimensions_are_ordinary_ones_in_a_text(fields, kind):
+    rope = read_architecture({"model_type": "qwen2_5_vl", "vision_config": {}, **FIELDS, **fields}).rope
+    assert rope["rope_type"] == kind
+    assert "mrope_section" not in rope
+
+
+def test_phi_3_positions():
+    """Only the length that longrope's short frequencies are made for counts; Phi-3 has two more names for it."""
+    scaling = {"type": "su", "short_factor": [1.0] * 24, "long_factor": [4.0] * 24}
+    config = {
+        "model_type": "phi3",
+        **FIELDS,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": scaling,
+    }
+    architecture = read_architecture(config)
+    assert (architecture.max_positions, architecture.longest_positions) == (4096, 131072)
+    assert (architecture.rotary_size, architecture.head_dim) == (48, 64)
+    assert architecture.rope["rope_type"] == "longrope"
+    assert problems(config | {"partial_rotary_factor": 0.51, "head_dim": 100}) == [
+        "config.json: partial_rotary_factor 0.51 of head_dim 100 is odd; rotary embedding needs pairs"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "windows"),
+    [
+        ("gemma2", {}, (4096, None, 4096, None, 4096, None)),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 8}, (None, 8) * 3),
+        ("gemma3_text", {"sliding_window": 512}, (512, 512, 512, 512, 512, None)),
+        ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 3}, (512, 512, None) * 2),
+    ],
+)
+def test_windows_of_gemma(model_type, fields, windows):
+    config = {**FIELDS, "model_type": model_type, "num_hidden_layers": 6, "hidden_act": "gelu_pytorch_tanh"}
+    assert read_architecture(config | fields).sliding_windows == windows
+
+
+def test_what_gemma_does_otherwise():
+    config = {**FIELDS, "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 128}
+    architecture = read_architecture(config | {"query_pre_attn_scalar": 144})
+    assert (architecture.attention_cap, architecture.logit_cap) == (50.0, 30.0)
+    assert (architecture.embedding_factor, architecture.attention_factor) == (16.0, 1 / 12)
+    assert architecture.tied_embeddings
+    third = read_architecture(
+        {**config, "model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    )
+    assert (third.attention_cap, third.logit_cap) == (None, None)
+    assert third.rope == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    assert third.local_rope == {"rope_type": "default", "rope_theta": 1e4}
+    assert problems(config | {"hidden_activation": "relu", "use_bidirectional_attention": True}) == [
+        "config.json: hidden_activation is 'relu', expected 'gelu_pytorch_tanh'",
+        "config.json: use_bidirectional_attention is true; texts are generated one way only",
+    ]
+
+
+def test_mixtures_of_experts():
+    config = {**FIELDS, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2}
+    architecture = read_architecture(config | {"moe_intermediate_size": 64, "num_hidden_layers": 4})
+    assert architecture.experts is not None
+    assert architecture.experts.layers == {0, 1, 2, 3}
+    sparse = read_architecture(
+        config | {"moe_intermediate_size": 64, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    )
+    assert sparse.experts is not None
+    assert sparse.experts.layers == {1}
+    assert sparse.linear_shape("mlp.experts.2.down_proj") == (256, 64)
+    assert sparse.linear_shape("mlp.down_proj") == (256, 512)
+    assert problems(config | {"num_experts_per_tok": 5, "mlp_only_layers": 3}) == [
+        "config.json: num_experts_per_tok is 5, expected a positive integer of at most 4",
+        "config.json: mlp_only_layers is 3, expected a list of layers or null",
+        "config.json: moe_intermediate_size is missing, expected a positive integer",
+    ]
 
 
 def test_the_record_is_frozen(config):

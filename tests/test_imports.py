@@ -16,7 +16,19 @@ SIBLINGS = ("spec", "converters", "runtime", "kernels")
 
 # A unit is a sibling folder, or a module of bitnest_format/ ("" is its __init__). The table is the import
 # direction of the design: a unit may import the units listed for it and nothing else of this package.
-CORE = {"", "errors", "spec", "families", "architecture", "nesting", "packing", "manifest", "shards", "checkpoint"}
+CORE = {
+    "",
+    "errors",
+    "spec",
+    "families",
+    "config_fields",
+    "architecture",
+    "nesting",
+    "packing",
+    "manifest",
+    "shards",
+    "checkpoint",
+}
 MAY_IMPORT = {
     "": {"api"},
     "__main__": {"cli"},
@@ -25,7 +37,8 @@ MAY_IMPORT = {
     "nesting": set(),
     "packing": set(),
     "families": set(),
-    "architecture": {"errors", "families"},
+    "config_fields": {"families"},
+    "architecture": {"errors", "families", "config_fields"},
     "manifest": {"errors", "spec"},
     "shards": {"errors"},
     "checkpoint": CORE - {""},

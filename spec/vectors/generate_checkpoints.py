@@ -726,7 +726,8 @@ def config_cases() -> list[Case]:
             "unknown-architecture",
             "a model type that format 1.0 does not cover",
             "model_type",
-            "is 'mamba' (LlamaForCausalLM); supported are llama, mistral, qwen2, qwen3.",
+            "is 'mamba' (LlamaForCausalLM); supported are llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe, "
+            "gemma, gemma2, gemma3_text, llava, llava_next, openvla, gemma3, qwen2_vl, qwen2_5_vl.",
             set_at("model_type", "mamba"),
         ),
         at(

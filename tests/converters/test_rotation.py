@@ -56,11 +56,21 @@ def test_no_rotation_and_impossible_hadamard(tiny_model: Callable[..., Any]) -> 
         ("qwen2", True, {}),
         ("qwen3", False, {"head_dim": 128}),
         ("qwen3", True, {}),
+        ("gemma", True, {}),
+        ("gemma", False, {}),
+        ("phi3", True, {"partial_rotary_factor": 0.75, "sliding_window": 16}),
+        ("mixtral", False, {}),
+        ("qwen3_moe", False, {"mlp_only_layers": [0]}),
     ],
     ids=lambda value: str(value),
 )
 def test_rotated_logits_equal_the_sources(
-    kind: str, model_type: str, tied: bool, changes: dict[str, Any], tiny_model: Callable[..., Any]
+    kind: str,
+    model_type: str,
+    tied: bool,
+    changes: dict[str, Any],
+    tiny_model: Callable[..., Any],
+    in_transformers: Callable[..., Any],
 ) -> None:
     config, tensors = tiny_model(model_type, tied, **changes)
     architecture = read_architecture(config)
@@ -70,10 +80,11 @@ def test_rotated_logits_equal_the_sources(
         tensors[EMBEDDING] /= 16
     rotation = _made(kind, 0, architecture)
     head = tensors.get(HEAD, tensors[EMBEDDING])
+    offset = int(model_type == "gemma")
     rotated = {
         EMBEDDING: rotations.rotate_embedding(tensors[EMBEDDING], rotation),
-        FINAL_NORM: torch.ones_like(tensors[FINAL_NORM]),
-        HEAD: rotations.rotate_head(head, tensors[FINAL_NORM], rotation),
+        FINAL_NORM: torch.ones_like(tensors[FINAL_NORM]) - offset,
+        HEAD: rotations.rotate_head(head, tensors[FINAL_NORM] + offset, rotation),
     }
     for layer in range(architecture.layers):
         names = architecture.layer_tensors(layer)
@@ -81,15 +92,19 @@ def test_rotated_logits_equal_the_sources(
     rotated = {name: tensor.float() for name, tensor in rotated.items()}
 
     ids = torch.randint(0, architecture.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
-    expected = _logits(config, tensors, ids)
+
+    @torch.inference_mode()
+    def logits(config: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+        result: Tensor = in_transformers(config, tensors)(ids).logits
+        return result
+
+    expected = logits(config, tensors)
     assert float(expected.abs().max()) > 1
-    torch.testing.assert_close(
-        _logits({**config, "tie_word_embeddings": False}, rotated, ids), expected, atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(logits({**config, "tie_word_embeddings": False}, rotated), expected, atol=1e-4, rtol=0)
     # The test must be able to fail: one matrix left unturned gives another function.
     name = "model.layers.1.self_attn.v_proj.weight"
     broken = {**rotated, name: tensors[name] * tensors["model.layers.1.input_layernorm.weight"] @ rotation.r1.float()}
-    assert (_logits({**config, "tie_word_embeddings": False}, broken, ids) - expected).abs().max() > 1e-2
+    assert (logits({**config, "tie_word_embeddings": False}, broken) - expected).abs().max() > 1e-2
     if tied:
         assert not torch.equal(rotated[EMBEDDING], rotated[HEAD])
 
@@ -110,15 +125,3 @@ def _made(kind: str, seed: int, architecture: Architecture) -> rotations.Rotatio
     rotation = rotations.make_rotation(kind, None, seed, architecture)
     assert rotation is not None
     return rotation
-
-
-@torch.inference_mode()
-def _logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype")}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=torch.float32)
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected and set(missing) <= {HEAD}
-    logits: Tensor = model.eval()(ids).logits
-    return logits

@@ -100,6 +100,9 @@ class FakeEngine:
         }
 
 
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
 def make_bench(**changes):
     given = {
         "name": "llama-3-8b",
@@ -206,6 +209,10 @@ def test_text_must_be_long_enough():
         ({"gamma": 0}, "--gamma is 0, expected 1 or more"),
         ({"repeats": 0}, "--repeats is 0, expected 1 or more"),
         ({"acceptance": None}, "give either a stated --acceptance or a text to decode"),
+        (
+            {"config": shape_config("llama-3-8b") | MIXTURE},
+            "llama-3-8b: mixtures of experts: the GPU kernels, which bench is about, do not run such a model",
+        ),
     ],
 )
 def test_wrong_requests_are_refused(changes, message):

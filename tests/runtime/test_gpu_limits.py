@@ -71,6 +71,26 @@ def test_head_sizes_that_run(size: int) -> None:
     assert shape_obstacles(architecture, _modules(architecture, 32), _no_tensor) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+            "mixtures of experts",
+        ),
+        ({"model_type": "gemma", "hidden_act": "gelu"}, "GELU in its MLPs"),
+        ({"model_type": "gemma2", "hidden_act": "gelu"}, "norms after attention and MLP"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "rotary embedding of a part of each head"),
+    ],
+    ids=["mixture", "gelu", "post-norms", "partial rotary"],
+)
+def test_architectures_beyond_the_kernels(changes: dict[str, object], what: str) -> None:
+    architecture = _architecture(**changes)
+    assert shape_obstacles(architecture, _modules(architecture), _no_tensor) == [
+        f"config.json: {architecture.model_type} has {what}, which the GPU kernels do not run. Use --device cpu."
+    ]
+
+
 @pytest.mark.parametrize("size", [62, 260])
 def test_odd_head_sizes(size: int) -> None:
     architecture = _architecture(head_dim=size, hidden_size=512, num_attention_heads=32)

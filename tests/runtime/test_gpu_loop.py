@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tied": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 128},
     "mistral window": {"model_type": "mistral", "sliding_window": 16},
+    "phi3": {"model_type": "phi3"},
     "nested head": {"nested_head": True},
 }
 Open = Callable[..., NestedModel]

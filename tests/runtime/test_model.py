@@ -18,6 +18,7 @@ from bitnest_format.kernels.reference import quantize_activation
 from bitnest_format.kernels.reference_linear import View, code_type
 from bitnest_format.runtime.generate import NestedModel
 from bitnest_format.runtime.kv_cache import KvCache
+from bitnest_format.runtime.mlp import Mixture, Mlp
 from bitnest_format.runtime.model import Decoder
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,31 +49,43 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 128},
     "mistral": {"model_type": "mistral", "num_key_value_heads": 4},
     "mistral window": {"model_type": "mistral", "sliding_window": 16},
+    "phi3": {"model_type": "phi3", "sliding_window": 16},
+    "phi3 longrope": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 128,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + number / 24 for number in range(24)],
+            "long_factor": [2.0 + number for number in range(24)],
+        },
+    },
+    "mixtral": {"model_type": "mixtral"},
+    "qwen3_moe": {"model_type": "qwen3_moe"},
+    "qwen3_moe with dense layers": {"model_type": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": True},
+    "gemma": {"model_type": "gemma", "tied": True},
+    "gemma2": {"model_type": "gemma2"},
+    "gemma3_text": {"model_type": "gemma3_text", "tied": True},
     "nested head": {"nested_head": True, "vocab_size": 323},
 }
 
 PROMPT = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(11)).tolist()
 
 
-def _transformers_model(folder: Path, view: View) -> nn.Module:
-    """The same model with dequantized weights, in transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+Load = Callable[..., nn.Module]
 
+
+def _transformers_model(folder: Path, view: View, load: Load) -> nn.Module:
+    """The same model with dequantized weights, in transformers."""
     checkpoint = Checkpoint(folder)
-    dropped = ("model_type", "architectures", "quantization_config", "torch_dtype")
-    fields = {key: value for key, value in checkpoint.config.items() if key not in dropped}
-    config = AutoConfig.for_model(checkpoint.config["model_type"], **fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     tensors = {name: checkpoint.tensor(name).float() for name in checkpoint.manifest.unquantized}
     for name in checkpoint.manifest.modules:
         weight = checkpoint.weight(name)
         tensors[f"{name}.weight"] = weight.dequantize(view)
         if weight.bias is not None:
             tensors[f"{name}.bias"] = weight.bias.float()
-    if checkpoint.config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    model.load_state_dict(tensors, strict=True)
-    return model.eval()
+    return load(checkpoint.config, tensors)
 
 
 class FloatLinear:
@@ -121,12 +134,13 @@ def _float_decoder(folder: Path) -> Decoder:
         def linear(*names: str, prefix: str = prefix) -> Any:
             return FloatLinear(checkpoint, [prefix + name for name in names])
 
+        gelu = decoder.architecture.family.gelu
+        mlps = [Mlp(linear(*inputs), linear(output), gelu) for inputs, output in decoder.architecture.mlps(number)]
         decoder.layers[number] = replace(
             layer,
             attention_inputs=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             attention_output=linear("self_attn.o_proj"),
-            mlp_inputs=linear("mlp.gate_proj", "mlp.up_proj"),
-            mlp_output=linear("mlp.down_proj"),
+            mlp=replace(layer.mlp, experts=mlps) if isinstance(layer.mlp, Mixture) else mlps[0],
         )
     if decoder.nested_head:
         decoder.head = FloatLinear(checkpoint, ["lm_head"])  # type: ignore[assignment]
@@ -137,10 +151,10 @@ def _float_decoder(folder: Path) -> Decoder:
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_without_activation_quantization_logits_equal_transformers(
-    name: str, view: View, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+    name: str, view: View, tmp_path: Path, tiny_checkpoint: Callable[..., Path], in_transformers: Load
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "model", **MODELS[name])
-    expected = _transformers_model(folder, view)(torch.tensor([PROMPT])).logits[0]
+    expected = _transformers_model(folder, view, in_transformers)(torch.tensor([PROMPT])).logits[0]
     decoder = _float_decoder(folder)
     cache: Any = FloatCache(len(decoder.layers))
     ids = torch.tensor(PROMPT)
@@ -180,12 +194,12 @@ def _fake_quantize(model: nn.Module, nested_head: bool = False) -> None:
 
 
 @pytest.mark.parametrize("view", ["draft", "target"])
-@pytest.mark.parametrize("name", ["llama", "qwen2 window", "qwen3", "mistral window", "nested head"])
+@pytest.mark.parametrize("name", ["llama", "qwen2 window", "qwen3", "mistral window", "phi3 longrope", "nested head"])
 def test_logits_equal_transformers_with_the_same_quantization(
-    name: str, view: View, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+    name: str, view: View, tmp_path: Path, tiny_checkpoint: Callable[..., Path], in_transformers: Load
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "model", **MODELS[name])
-    reference = _transformers_model(folder, view)
+    reference = _transformers_model(folder, view, in_transformers)
     _fake_quantize(reference, nested_head=name == "nested head")
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0]
@@ -199,7 +213,20 @@ def test_logits_equal_transformers_with_the_same_quantization(
 
 @pytest.mark.parametrize("unpack", ["load", "call"])
 @pytest.mark.parametrize("view", ["draft", "target"])
-@pytest.mark.parametrize("name", ["llama tied", "qwen2 window", "qwen3", "mistral window", "nested head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama tied",
+        "qwen2 window",
+        "qwen3",
+        "mistral window",
+        "phi3 longrope",
+        "mixtral",
+        "qwen3_moe",
+        "gemma2",
+        "nested head",
+    ],
+)
 @torch.inference_mode()
 def test_logits_of_a_row_do_not_depend_on_its_neighbours(
     name: str, view: View, unpack: Any, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
@@ -271,7 +298,7 @@ def test_null_and_empty_rope_scaling_mean_none(tmp_path: Path, tiny_checkpoint: 
     assert not torch.equal(old, plain)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "unheard-of"])
+@pytest.mark.parametrize("kind", ["dynamic", "unheard-of"])
 def test_rotary_scaling_that_changes_with_the_length_is_refused(
     kind: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -279,7 +306,7 @@ def test_rotary_scaling_that_changes_with_the_length_is_refused(
     with pytest.raises(UnsupportedModelError) as error:
         NestedModel.open(folder)
     assert str(error.value) == (
-        f"config.json: rotary scaling {kind!r} is not supported; supported are default, linear, llama3, yarn"
+        f"config.json: rotary scaling {kind!r} is not supported; supported are default, linear, llama3, yarn, longrope"
     )
 
 
@@ -334,7 +361,7 @@ def test_zero_rows_of_embedding_and_head_are_ordinary(
 
 
 def test_zero_keys_and_values_leave_attention_finite(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path], edit_shard: Callable[..., None]
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], edit_shard: Callable[..., None], in_transformers: Load
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "model")
 
@@ -352,7 +379,7 @@ def test_zero_keys_and_values_leave_attention_finite(
         ],
     )
     model = NestedModel.open(folder)
-    reference = _transformers_model(folder, "target")
+    reference = _transformers_model(folder, "target", in_transformers)
     _fake_quantize(reference)
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0]

@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
 
 def _table(**changes: Any) -> RopeTable:
     config = {**CONFIG, **changes}
-    return RopeTable(config, read_architecture(config), torch.device("cpu"))
+    return RopeTable(read_architecture(config), torch.device("cpu"))
 
 
 def test_plain_frequencies() -> None:

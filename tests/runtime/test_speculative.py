@@ -152,7 +152,7 @@ def test_a_draft_of_a_perturbed_base_plane_changes_no_token(
     decoder = Decoder(Checkpoint(folder), ("draft", "target"))
     expected = _run(decoder, _prompt(5, seed=2), 0, 50)
     for layer in decoder.layers:
-        for part in layer.mlp_output.parts:
+        for part in layer.mlp.output.parts:
             assert part.draft is not None
             part.draft.copy_(part.draft.flip(1))
     assert _run(decoder, _prompt(5, seed=2), 4, 50) == expected
