@@ -165,3 +165,17 @@ def test_split_matrices_are_not_exported(tmp_path: Path, tiny_checkpoint: Callab
         "phi3: other programs read self_attn.qkv_proj, mlp.gate_up_proj of such a model as one matrix, which is stored "
         "here in parts; exports do not join them. Use the checkpoint with this package."
     ]
+
+
+def test_quantized_fused_matrices_are_refused(saved: Callable[..., Any]) -> None:
+    _, folder = saved("phi3")
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    shards.write_json(
+        folder / "config.json", shards.read_json(folder / "config.json") | {"quantization_config": settings}
+    )
+    with pytest.raises(SourceError) as error:
+        open_source(folder)
+    assert error.value.problems == [
+        f"{folder}: phi3 models that are quantized already hold self_attn.qkv_proj, mlp.gate_up_proj as one matrix "
+        "each, which cannot be split here. Give the original model instead."
+    ]

@@ -108,6 +108,10 @@ def _float(matrices: tuple[Tensor, ...]) -> list[Tensor]:
         ("mistral", {"sliding_window": 8}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("mixtral", {}),
+        ("qwen3_moe", {"moe_intermediate_size": 32, "mlp_only_layers": [0]}),
+        ("gemma", {}),
     ],
     ids=lambda value: str(value),
 )
@@ -117,11 +121,10 @@ def test_unquantized_loss_is_transformers_for_every_rotation(
     kind: str,
     source: Any,
     tiny_model: Models,
+    in_transformers: Callable[..., torch.nn.Module],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against the whole model's own loss; without rounding, the gradient along rotations is zero."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     monkeypatch.setattr(learn_loss, "LOGITS_AT_ONCE", 96 * 7)
     tied = changes.pop("tie_word_embeddings", False)
     opened = source(model_type, tied=tied, **changes)
@@ -131,9 +134,7 @@ def test_unquantized_loss_is_transformers_for_every_rotation(
     r1, r2 = _float(_start(architecture, kind))
     value = loss(ids, r1, r2)
     config, tensors = tiny_model(model_type, tied, **{**SMALL, **changes})
-    fields = {key: setting for key, setting in config.items() if key not in ("model_type", "torch_dtype")}
-    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32).eval()
-    whole.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=not tied)
+    whole = in_transformers(config, tensors)
     with torch.no_grad():
         logits = whole(ids).logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
