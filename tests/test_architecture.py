@@ -302,3 +302,46 @@ def test_the_record_is_frozen(config):
     assert isinstance(architecture, Architecture)
     with pytest.raises(AttributeError):
         architecture.layers = 3  # type: ignore[misc]
+
+
+PUBLISHED = {
+    "Phi-3-mini-4k-instruct": (
+        {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064},
+        3_821_079_552,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        {
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 32000,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_hidden_layers": 48,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        30_532_122_624,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models(name):
+    """The sizes of their configs give the number of parameters that their pages state."""
+    config, expected = PUBLISHED[name]
+    shared = {"num_hidden_layers": 32, "num_attention_heads": 32}
+    assert sum(math.prod(shape) for shape in read_architecture(shared | config).tensors().values()) == expected
