@@ -107,12 +107,14 @@ def inverse_factor(hessian: Tensor, damping: float) -> InverseFactor | None:
 def _upper_inverse_factor(reversed_hessian: Tensor) -> Tensor | None:
     """`J L^-1 J` for `L L^T` of float64 `J H J`, which is overwritten: float32. None where it is not definite."""
     failed = torch.empty(0, dtype=torch.int32, device=reversed_hessian.device)
-    torch.linalg.cholesky_ex(reversed_hessian, out=(reversed_hessian, failed))
+    # A symmetric matrix is its own transpose, and LAPACK works in place on columns that lie in one piece.
+    lower = reversed_hessian.mT
+    torch.linalg.cholesky_ex(lower, out=(lower, failed))
     if int(failed):
         return None
-    _invert_lower(reversed_hessian)
-    inverse = reversed_hessian.float()
-    return inverse.flip(0, 1) if bool(torch.isfinite(inverse).all()) else None
+    _invert_lower(lower)
+    inverse = lower.float().flip(0, 1)
+    return inverse.contiguous() if bool(torch.isfinite(inverse).all()) else None
 
 
 def _invert_lower(lower: Tensor) -> None:
