@@ -18,7 +18,9 @@ from bitnest_format.hub import HubError, Location
 from bitnest_format.shards import Files, LocalFiles
 
 MOST_BYTES = 200_000_000
+# Attempts in a row that bring less than this: a connection that breaks off after every few bytes is no connection.
 TRIES = 3
+LEAST_PROGRESS = 1 << 14
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class RemoteFiles:
     commit: str
     sizes: Mapping[str, int]
     digests: Mapping[str, str]
-    most: int | None = MOST_BYTES
+    most: int | None
     moved: int = field(default=0, compare=False)
 
     @property
@@ -67,7 +69,7 @@ class RemoteFiles:
                 hub.asked(lambda: _append_range(raw, self.name, self.commit, name, start, length))
             except Exception as error:
                 # A connection that breaks off is worth another attempt, which goes on where it broke; an answer is not.
-                failures = 1 if len(raw) > before else failures + 1
+                failures = 1 if len(raw) - before >= LEAST_PROGRESS else failures + 1
                 if getattr(error, "response", None) is not None or failures == TRIES:
                     raise hub.explain(error, self.name, "model", self.commit) from None
         return raw
@@ -104,7 +106,7 @@ def open_files(
     files = info.siblings or ()
     sizes = {file.rfilename: file.size or 0 for file in files}
     digests = {file.rfilename: file.lfs.sha256 if file.lfs else str(file.blob_id) for file in files}
-    return RemoteFiles(checkpoint, info.sha, sizes, digests), hub.renamed(info, checkpoint)
+    return RemoteFiles(checkpoint, info.sha, sizes, digests, MOST_BYTES), hub.renamed(info, checkpoint)
 
 
 def locate_weights(repo_id: str, *, revision: str | None = None) -> tuple[Location, Files | None]:
