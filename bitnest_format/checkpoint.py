@@ -38,6 +38,10 @@ CONFIG_FILE = "config.json"
 TARGET_INDEX = "bitnest.safetensors.index.json"
 DRAFT_INDEX = "bitnest-draft.safetensors.index.json"
 QUANT_METHOD = "bitnest"
+# transformers only warns of a method that it does not know. Where this field of a config names no weight file, it fails
+# and quotes the field; the plug-in puts the index of a view in its place.
+WEIGHTS_FIELD = "transformers_weights"
+WEIGHTS_HINT = "run 'pip install bitnest-format', and 'import bitnest_format.transformers' before loading"
 
 BASE_SUFFIX = "weight_packed"
 REFINEMENT_SUFFIX = "weight_refinement"
@@ -158,10 +162,7 @@ class Checkpoint:
             permutation=self.permutation(module),
         )
         if weight.refinement is not None and packing.any_forbidden_pair(weight.base, weight.refinement):
-            raise CheckpointError(
-                f"{module}: a base code of -8 stands beside a negative refinement code, which no 8-bit code can hold. "
-                "Run 'bitnest-format validate' for the place."
-            )
+            raise forbidden_pair(module)
         return weight
 
     def scale(self, module: str) -> Tensor:
@@ -191,6 +192,14 @@ class Checkpoint:
             return self.manifest.modules[name]
         except KeyError:
             raise CheckpointError(f"{MANIFEST_FILE}: {name} is not a quantized module") from None
+
+
+def forbidden_pair(module: str) -> CheckpointError:
+    """What to raise where a composed code would fall below -128."""
+    return CheckpointError(
+        f"{module}: a base code of -8 stands beside a negative refinement code, which no 8-bit code can hold. "
+        "Run 'bitnest-format validate' for the place."
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -294,6 +303,11 @@ def count_parameters(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a source's config with the block that names this format."""
+    """A copy of a source's config with the block that names this format, and a hint for who lacks the package."""
     block = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "manifest": MANIFEST_FILE}
-    return {**config, "quantization_config": block}
+    return {**config, "quantization_config": block, WEIGHTS_FIELD: WEIGHTS_HINT}
+
+
+def source_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a checkpoint's config without what `checkpoint_config` added."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", WEIGHTS_FIELD)}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitnest_format import nesting
 from bitnest_format.architecture import Architecture, read_architecture
-from bitnest_format.checkpoint import Checkpoint, View
+from bitnest_format.checkpoint import WEIGHTS_FIELD, Checkpoint, View
 from bitnest_format.converters.base import Source
 from bitnest_format.converters.diff_report import DiffReport, Distance, Entry, Kind, ModuleDiff
 from bitnest_format.converters.export_formats import dequantized, group_index, in_source_order, step
@@ -35,7 +35,15 @@ VIEWS: tuple[View, ...] = ("draft", "target")
 RECORD_TOLERANCE = 1e-2
 RECORD_FLOOR = 5e-6
 # Config keys that a conversion writes anew, with the same meaning.
-REWRITTEN = ("quantization_config", "rope_theta", "rope_parameters", "rope_scaling", "auto_map", "_name_or_path")
+REWRITTEN = (
+    "quantization_config",
+    WEIGHTS_FIELD,
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "auto_map",
+    "_name_or_path",
+)
 
 
 def kind_of(path: Path) -> Kind:

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from bitnest_format.architecture import read_architecture
 from bitnest_format.card import CARD_FILE, export_card
-from bitnest_format.checkpoint import CONFIG_FILE, Checkpoint, NestedWeight, View, count_parameters
+from bitnest_format.checkpoint import (
+    CONFIG_FILE,
+    Checkpoint,
+    NestedWeight,
+    View,
+    count_parameters,
+    source_config,
+)
 from bitnest_format.converters.export_folder import Movement, new_folder, write_shards
 from bitnest_format.converters.export_formats import (
     BITS,
@@ -291,7 +298,7 @@ class _Export:
 
     def _config(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """`config.json`, and the block in it that names the quantization."""
-        config = {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
+        config = source_config(self.checkpoint.config)
         manifest = self.checkpoint.manifest
         quantization = self.format.config(
             Quantized(

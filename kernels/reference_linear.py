@@ -11,7 +11,7 @@ Letters: `M` rows, `O` outputs, `I` inputs, `G` groups of `g = I / G` inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -88,29 +88,42 @@ def prepare_linear(
     finds. Groups of more than 1024 inputs are walked in equal parts.
     Raises `ValueError` where a base code of -8 stands beside a negative refinement code.
     """
-    outputs, words = base.shape
-    inputs = words * packing.CODES_PER_WORD
     if "target" in views and refinement is None:
         raise ValueError("the target view needs the refinement plane")
-    parts = _parts(inputs // scale.shape[1])
-    group_scale = scale.float().repeat_interleave(parts, dim=1).T.unsqueeze(1).contiguous()
-    groups = group_scale.shape[0]
-    dtype = codes_in or code_type(base.device)
     if "target" not in views:
         refinement = None
     if refinement is not None and packing.any_forbidden_pair(base, refinement):
         raise ValueError("a base code of -8 stands beside a negative refinement code")
-    kept: dict[str, Tensor | None] = {"base": base, "refinement": refinement}
-    if unpack == "load":
-        kept = {view: _by_group(_unpack(base, refinement, view), groups, dtype) for view in views}
+    weight = packed_linear(base, scale, refinement, bias, permutation, codes_in=codes_in)
+    if unpack == "call":
+        return weight
+    groups = weight.scale.shape[0]
+    codes = {view: _by_group(_unpack(base, refinement, view), groups, weight.code_type) for view in views}
+    return replace(weight, base=None, refinement=None, draft=codes.get("draft"), target=codes.get("target"))
+
+
+def packed_linear(
+    base: Tensor,
+    scale: Tensor,
+    refinement: Tensor | None = None,
+    bias: Tensor | None = None,
+    permutation: Tensor | None = None,
+    *,
+    codes_in: torch.dtype | None = None,
+) -> LinearWeight:
+    """Stored tensors, as `prepare_linear` takes them, for a single call: words are not copied, and not checked."""
+    outputs, words = base.shape
+    parts = _parts(words * packing.CODES_PER_WORD // scale.shape[1])
+    group_scale = scale.float().repeat_interleave(parts, dim=1).T.unsqueeze(1).contiguous()
     return LinearWeight(
         outputs=outputs,
-        group_inputs=inputs // groups,
-        code_type=dtype,
+        group_inputs=words * packing.CODES_PER_WORD // group_scale.shape[0],
+        code_type=codes_in or code_type(base.device),
         scale=group_scale,
+        base=base,
+        refinement=refinement,
         bias=None if bias is None else bias.float(),
         permutation=None if permutation is None else permutation.long(),
-        **kept,
     )
 
 
@@ -124,7 +137,7 @@ def nested_linear(codes: Tensor, scale: Tensor, weight: LinearWeight, view: View
     groups = weight.scale.shape[0]
     if weight.permutation is not None:
         codes = codes.index_select(1, weight.permutation)
-    operand = codes.view(codes.shape[0], groups, -1).transpose(0, 1).to(weight.code_type)
+    operand = codes.view(codes.shape[0], groups, weight.group_inputs).transpose(0, 1).to(weight.code_type)
     kept = weight.draft if view == "draft" else weight.target
     sums = _walk_packed(weight, operand, view) if kept is None else _walk(kept, operand, weight.scale)
     if view == "target":

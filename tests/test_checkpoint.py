@@ -21,6 +21,7 @@ from bitnest_format.checkpoint import (
     CheckpointWriter,
     checkpoint_config,
     read_weight_map,
+    source_config,
 )
 from bitnest_format.errors import CheckpointError, FileFormatError, UnsupportedVersionError
 from bitnest_format.shards import file_sha256, pending_tensor, read_header, tensor_sha256
@@ -365,8 +366,11 @@ def test_checkpoint_config_keeps_the_source():
     source = {"model_type": "llama", "vocab_size": 7, "quantization_config": {"quant_method": "old"}}
     written = checkpoint_config(source)
     block = {"quant_method": "bitnest", "format_version": "1.0", "manifest": "bitnest.json"}
-    assert written == {"model_type": "llama", "vocab_size": 7, "quantization_config": block}
-    assert source["quantization_config"] == {"quant_method": "old"}
+    hint = "run 'pip install bitnest-format', and 'import bitnest_format.transformers' before loading"
+    rest = {"model_type": "llama", "vocab_size": 7}
+    assert written == {**rest, "quantization_config": block, "transformers_weights": hint}
+    assert source == {**rest, "quantization_config": {"quant_method": "old"}}
+    assert source_config(written) == rest
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in VALID.glob("*/bitnest.json")), ids=lambda f: f.name)

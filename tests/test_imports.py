@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "converters": CORE | {"card"},
     "runtime": CORE | {"kernels"},
     "api": CORE | {"hub", "pull", "runtime"},
+    "transformers": {"runtime"},
 }
 ONLY_ERRORS_ABOVE_COMMAND_BODIES = {"", "errors"}
 
