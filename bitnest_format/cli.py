@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import sys
 import warnings
@@ -60,6 +61,11 @@ class Commands(click.Group):
             message, status = explain(error)
             if message:
                 click.echo(message, err=True)
+            if isinstance(error, FailedElsewhere):
+                # The connections to a rank that is gone cannot be closed, and their threads may abort an orderly end.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
             ctx.exit(status)
 
 
