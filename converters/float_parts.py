@@ -18,7 +18,7 @@ from bitnest_format.config_fields import Experts
 MLP_BLOCK = "mlp"
 
 # Error feedback from fewer tokens than this share of a matrix's inputs may do more harm than good: with activations of
-# a flat spectrum it makes the target view up to half as wrong again as rounding, with a steep one it still gains.
+# a flat spectrum it makes the target view up to 1.7 times as wrong as rounding does, with a steep one it still gains.
 FEWEST_TOKENS_PER_INPUT = 1 / 16
 
 

@@ -62,6 +62,8 @@ SIDE_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    # What OpenVLA's actions are scaled by.
+    "dataset_statistics.json",
     "LICENSE*",
     "LICENCE*",
     "NOTICE*",

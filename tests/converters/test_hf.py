@@ -25,6 +25,8 @@ Make = Callable[..., TinyModel]
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SIDE_FILES = {
+    "dataset_statistics.json": b"{}",
+    "preprocessor_config.json": b"{ }",
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": '{"eos_token": "終"}'.encode(),
     "tokenizer.model": b"\x00\x01sentencepiece",
