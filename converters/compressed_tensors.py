@@ -25,10 +25,19 @@ from bitnest_format.converters.packed import (
     order_problem,
     scale_problems,
     stored_base,
+    stored_parts,
 )
 from bitnest_format.shards import TensorEntry
 
 PACKED = "pack-quantized"
+# How the names of a module's tensors end, by what they are.
+SUFFIXES = {
+    "codes": "weight_packed",
+    "scale": "weight_scale",
+    "shape": "weight_shape",
+    "order": "weight_g_idx",
+    "zero": "weight_zero_point",
+}
 # The places of a rotation that are folded into weights; at all others it is applied while the model runs.
 FOLDED_LOCATIONS = ("weight_input", "weight_output")
 # Scales of activations: this format's are found while the model runs.
@@ -71,11 +80,8 @@ class CompressedTensorsFormat:
         stored: Mapping[str, TensorEntry],
     ) -> None:
         outputs, inputs = shape
-        suffixes = {"codes": "packed", "scale": "scale", "shape": "shape", "order": "g_idx", "zero": "zero_point"}
-        names = {role: f"{module}.weight_{suffix}" for role, suffix in suffixes.items()}
-        names = {role: name for role, name in names.items() if name in stored}
+        names, entries = stored_parts(module, SUFFIXES, stored)
         claim.names.update(names.values())
-        entries = {role: stored[name] for role, name in names.items()}
         codes = entries["codes"]
         if "zero" in entries:
             remarks.add(f"stores weight_zero_point: the model is asymmetric. {NO_WAY_IN}", module)

@@ -35,10 +35,13 @@ from bitnest_format.converters.packed import (
     scale_problems,
     settings_value,
     stored_base,
+    stored_parts,
 )
 from bitnest_format.shards import TensorEntry
 
 WORD_BITS = 32
+# How the names of a module's tensors end, by what they are.
+SUFFIXES = {"codes": "qweight", "zero": "qzeros", "scale": "scales", "order": "g_idx"}
 CONVENTIONS = {"gptq": "v1", "gptq_v2": "v2"}
 # What the zero point of a symmetric model, 8, looks like on disk.
 STORED_ZEROS = {7: "v1", 8: "v2"}
@@ -99,11 +102,9 @@ class GptqFormat:
         stored: Mapping[str, TensorEntry],
     ) -> None:
         outputs, inputs = shape
-        roles = {"codes": "qweight", "zero": "qzeros", "scale": "scales", "order": "g_idx"}
-        names = {role: f"{module}.{suffix}" for role, suffix in roles.items() if f"{module}.{suffix}" in stored}
+        names, entries = stored_parts(module, SUFFIXES, stored)
         claim.names.update(names.values())
-        entries = {role: stored[name] for role, name in names.items()}
-        missing = [roles[role] for role in ("zero", "scale") if role not in entries]
+        missing = [SUFFIXES[role] for role in ("zero", "scale") if role not in entries]
         if self.act_order and "order" not in entries:
             missing.append("g_idx, though desc_act is true")
         if missing:

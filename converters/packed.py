@@ -83,6 +83,14 @@ class PackedFormat(Protocol):
         ...
 
 
+def stored_parts(
+    module: str, suffixes: Mapping[str, str], stored: Mapping[str, TensorEntry]
+) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    """Names and entries of those of a module's tensors that are stored, by what they are; `suffixes` end the names."""
+    names = {role: f"{module}.{suffix}" for role, suffix in suffixes.items() if f"{module}.{suffix}" in stored}
+    return names, {role: stored[name] for role, name in names.items()}
+
+
 def group_size_of(inputs: int, groups: int) -> int | None:
     """The inputs per group where `groups` of equal size cover them in whole words, otherwise None."""
     if groups < 1 or inputs % groups:
