@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bitnest_format import nesting, packing
@@ -286,6 +289,88 @@ def _model_name(architecture: Architecture, seed: int) -> str:
     return f"tests/{architecture.model_type}-{digest[:8]}"
 
 
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[[Path], None]:
+    """`(folder)`: put a byte-level tokenizer of 257 tokens with a chat template into the folder."""
+    return put_tokenizer
+
+
+def put_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    bytes_to_ids = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab={**bytes_to_ids, "<end>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def write_source() -> Callable[..., Path]:
+    """`(folder, model_type="llama", tied=False, seed=0, **config_changes)` -> `folder`, made: a model with a tokenizer,
+    as Hugging Face's folders hold one."""
+    return put_source
+
+
+def put_source(folder: Path, *arguments: Any, **keywords: Any) -> Path:
+    folder.mkdir(parents=True)
+    config, tensors = make_tiny_model(*arguments, **keywords)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    put_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def documented_inputs() -> Callable[[Path, list[str]], None]:
+    """`(folder, names)`: make the inputs that a page of the documentation is given, under the names it uses."""
+    return put_documented_inputs
+
+
+# Small enough that a conversion with its default settings takes seconds.
+DOCUMENTED_MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "eos_token_id": None,
+}
+
+
+def put_documented_inputs(folder: Path, names: list[str]) -> None:
+    makers: dict[str, Callable[[Path], object]] = {
+        "SmolLM2-135M-Instruct": lambda place: put_source(place, **DOCUMENTED_MODEL),
+        "SmolLM2-BitNest": lambda place: put_tokenizer(write_tiny_checkpoint(place, **DOCUMENTED_MODEL)),
+    }
+    for name in names:
+        makers[name](folder / name)
+
+
+def load_helper(name: str) -> ModuleType:
+    """`tests/<name>.py`. The tests are no package, so that their folders hide nobody's; helpers are loaded by path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def helper() -> Callable[[str], ModuleType]:
+    """`(name)` -> the module `tests/<name>.py`."""
+    return load_helper
+
+
 @pytest.fixture
 def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A running `HubServer` (see hub_server.py), with the client of this process pointed at it and nothing else.
@@ -295,13 +380,7 @@ def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     import huggingface_hub
     from huggingface_hub import constants
 
-    # The tests are no package, so that their folders hide nobody's; a helper is loaded by its path.
-    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "hub_server", module)
-    spec.loader.exec_module(module)
-    with module.HubServer() as server:
+    with load_helper("hub_server").HubServer() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

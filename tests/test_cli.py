@@ -14,11 +14,6 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 import bitnest_format
 from bitnest_format import cli, remote
@@ -31,38 +26,12 @@ from bitnest_format.runtime.kv_cache import KvSettings
 COMMANDS = ("convert", "validate", "inspect", "pull", "generate", "bench")
 QUICK = ("--calibration-samples", "2", "--sequence-length", "32")
 PROMPT = "Nests are made of twigs"
-CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
 @pytest.fixture
-def write_tokenizer():
-    """`(folder)`: put a byte-level tokenizer of 257 tokens with a chat template into the folder."""
-
-    def write(folder: Path) -> None:
-        bytes_to_ids = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
-        tokenizer = Tokenizer(BPE(vocab={**bytes_to_ids, "<end>": 256}, merges=[]))
-        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = ByteLevelDecoder()
-        tokenizer.save(str(folder / "tokenizer.json"))
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": "<end>",
-            "chat_template": CHAT_TEMPLATE,
-        }
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-
-    return write
-
-
-@pytest.fixture
-def source(tiny_model, write_tokenizer, tmp_path) -> Path:
+def source(write_source, tmp_path) -> Path:
     """A tiny Llama with a tokenizer as a Hugging Face folder."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    config, tensors = tiny_model()
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    write_tokenizer(folder)
+    folder: Path = write_source(tmp_path / "source")
     return folder
 
 
