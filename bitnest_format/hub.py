@@ -9,6 +9,7 @@ snapshot lies there. No message ever quotes a server's answer or a token.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import time
 from collections.abc import Callable
@@ -138,6 +139,35 @@ def fetch_dataset_text(dataset_id: str, *, revision: str | None = None) -> Locat
     name = choose_dataset_file(names, dataset_id)
     snapshot = _snapshot(dataset_id, "dataset", revision, (name,))
     return replace(snapshot, path=snapshot.path / name)
+
+
+def cache_folder() -> Path:
+    """Where the Hub's client keeps what it downloads; it need not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def token_place() -> str | None:
+    """Where the Hub's client finds a token: the name of a variable or of a file; None where there is none."""
+    from huggingface_hub import constants, get_token
+
+    if get_token() is None:
+        return None
+    variables = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    return next((name for name in variables if os.environ.get(name, "").strip()), str(constants.HF_TOKEN_PATH))
+
+
+def token_owner() -> str:
+    """The user name that the Hub knows the token by. Raises `HubError` where it accepts none or cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(asked(lambda: HfApi().whoami())["name"])
+    except Exception as error:
+        if _status(error) == 401:
+            raise HubError("the Hub does not accept this token") from None
+        raise explain(error, "whoami", "model", None) from None
 
 
 def choose_dataset_file(names: list[str], dataset_id: str) -> str:

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner, Result
 
-from bitnest_format import cli
+from bitnest_format import cli_checkpoint
 from bitnest_format.cli import main
 from bitnest_format.converters.export_formats import FORMATS
 from bitnest_format.converters.export_options import PLAIN_TYPES
@@ -20,7 +20,7 @@ def run(*arguments: object) -> Result:
 
 
 def test_the_command_knows_every_format():
-    assert tuple(FORMATS) == cli.EXPORT_FORMATS
+    assert tuple(FORMATS) == cli_checkpoint.EXPORT_FORMATS
     (dtype,) = [option for option in main.commands["export"].params if option.name == "dtype"]
     assert tuple(PLAIN_TYPES) == tuple(dtype.type.choices)
 
