@@ -15,14 +15,25 @@ import torch
 from torch import Tensor
 
 from bitnest_format.kernels.operands import RUN, Activations
-from bitnest_format.kernels.reference import constant, quantize_activation, rms_norm, silu_mul
+from bitnest_format.kernels.reference import (
+    activation_codes,
+    activation_scale,
+    constant,
+    quantize_activation,
+    rms_norm,
+    silu_mul,
+)
 from bitnest_format.nesting import SMALLEST_SCALE
 
 
 def quantize(x: Tensor, acts: Activations, rows: int) -> None:
     """Quantize `rows` rows of `x` float32 `[R, I]`, contiguous, into `acts`."""
-    codes, scale = quantize_activation(x[:rows])
-    _store(codes, scale, acts, rows)
+    quantize_by(x, activation_scale(x[:rows]), acts, rows)
+
+
+def quantize_by(x: Tensor, scale: Tensor, acts: Activations, rows: int) -> None:
+    """`quantize` by scales float32 `[rows]` that are given, as for rows of which `x` holds only some inputs."""
+    _store(activation_codes(x[:rows], scale), scale, acts, rows)
 
 
 def norm_quantize(stream: Tensor, gain: Tensor, epsilon: float, acts: Activations, rows: int) -> None:

@@ -30,8 +30,21 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     `x` `[M, I]` -> int8 codes `[M, I]` in -127..127, float32 scale `[M]`. A row of zeros gets codes 0 and the
     smallest scale. Rounding is to nearest, ties to even.
     """
-    scale = (x.abs().amax(dim=-1) / constant(ACTIVATION_MAX, x.device)).clamp_min(SMALLEST_SCALE[torch.float32])
-    return (x / scale.unsqueeze(-1)).round().to(torch.int8), scale
+    scale = activation_scale(x)
+    return activation_codes(x, scale), scale
+
+
+def activation_scale(x: Tensor) -> Tensor:
+    """The scale by which `quantize_activation` rounds each row: `[M, I]` -> `[M]`.
+
+    That of a row cut into parts is the largest of its parts' scales.
+    """
+    return (x.abs().amax(dim=-1) / constant(ACTIVATION_MAX, x.device)).clamp_min(SMALLEST_SCALE[torch.float32])
+
+
+def activation_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """int8 codes `[M, I]` of rows `[M, I]` by scales `[M]`, none smaller than `activation_scale` gives."""
+    return (x / scale.unsqueeze(-1)).round().to(torch.int8)
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:

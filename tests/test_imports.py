@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "api": CORE | {"hub", "pull", "runtime"},
     "transformers": {"runtime"},
     "doctor": {"errors", "hub", "runtime", "kernels"},
+    "vllm": {"runtime"},
 }
 IN_REACH_OF_COMMANDS = {"", "errors"}
 
@@ -77,7 +78,10 @@ ONLY_IN = {
     "rich": {"progress"},
     "matplotlib": {"runtime"},
     "cuda": {"runtime"},
+    "vllm": {"runtime"},
 }
+# Packages of which only the modules of one integration may know, by how those begin.
+ONLY_IN_MODULES = {"vllm": "bitnest_format.runtime.vllm_"}
 # What users are not asked to install beyond the above.
 ANYWHERE = {"torch", "safetensors", "numpy", "tokenizers"}
 
@@ -142,12 +146,13 @@ def test_third_party_imports_stand_where_they_belong(module):
             continue
         home = "cli" if of_command_line(unit) else unit
         assert home in ONLY_IN[top] if top in ONLY_IN else top in ANYWHERE, f"{module} imports {name}"
+        assert module.startswith(ONLY_IN_MODULES.get(top, "")), f"{module} imports {name}"
 
 
-def modules_that_import_triton() -> set[str]:
-    """Modules that cannot be imported without triton: they, or modules they import at their top, do so at the top."""
+def modules_that_need(package: str) -> set[str]:
+    """Modules that cannot be imported without a package: they, or modules they import at the top, import it there."""
     above = {module: {name for name, _ in imports(top_level(parse(path)))} for module, path in FILES.items()}
-    found = {module for module, names in above.items() if any(name.split(".")[0] == "triton" for name in names)}
+    found = {module for module, names in above.items() if any(name.split(".")[0] == package for name in names)}
     while more := {module for module, names in above.items() if names & found} - found:
         found |= more
     return found
@@ -163,8 +168,14 @@ def top_level(tree: ast.Module) -> ast.Module:
     return ast.Module([node for node in tree.body if not skipped(node)], [])
 
 
+def test_integrations_alone_need_their_packages():
+    for package, beginning in ONLY_IN_MODULES.items():
+        found = modules_that_need(package)
+        assert found and all(module.startswith(beginning) for module in found), package
+
+
 def test_kernels_alone_need_triton():
-    found = modules_that_import_triton()
+    found = modules_that_need("triton")
     assert "bitnest_format.kernels.primitives" in found
     assert {unit_of(module) for module in found} == {"kernels"}
 
@@ -281,7 +292,8 @@ print(*bitnest_format.load(str(folder)).generate([5, 6], max_new_tokens=3).token
 
 def test_everything_works_without_triton_and_without_a_gpu(tiny_checkpoint, tmp_path):
     """GP-1: every module but the Triton kernels imports; validate, inspect and generate run."""
-    modules = sorted({*FILES} - {"bitnest_format.__main__"} - modules_that_import_triton())
+    needy = set().union(*map(modules_that_need, ("triton", *ONLY_IN_MODULES)))
+    modules = sorted({*FILES} - {"bitnest_format.__main__"} - needy)
     done = run_python("-c", WITHOUT_TRITON, str(tiny_checkpoint(tmp_path / "model", eos_token_id=None)), *modules)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()[-1].split()) == 3
