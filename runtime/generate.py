@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,12 @@ from bitnest_format.runtime.device import CPU, DeviceChoice, choose_device, warn
 from bitnest_format.runtime.gpu_decoder import GpuDecoder
 from bitnest_format.runtime.gpu_limits import INSTEAD, gpu_obstacles
 from bitnest_format.runtime.gpu_loop import GpuLoop
+from bitnest_format.runtime.gpu_reader import GpuReader
 from bitnest_format.runtime.kv_cache import KvSettings
 from bitnest_format.runtime.model import PREFILL_ROWS, Decoder, Unpack
 from bitnest_format.runtime.sampling import SamplingSettings, decider
 from bitnest_format.runtime.speculative import Counters, SpeculativeLoop
+from bitnest_format.runtime.text_reader import Reader, Score, TextReader, score
 from bitnest_format.runtime.tokenizer import GrowingText, Message, Tokenizer
 from bitnest_format.shards import read_json
 
@@ -107,6 +109,7 @@ class NestedModel:
         self.end_ids = _end_ids(checkpoint)
         self._tokenizer: Tokenizer | None = None
         self._round_seconds: dict[KvSettings, dict[int, float]] = {}
+        self._readers: dict[View, Reader] = {}
 
     @classmethod
     def open(
@@ -163,6 +166,27 @@ class NestedModel:
             pieces.append(self.decoder.logits(hidden, view))
         return torch.cat(pieces)
 
+    def score(self, context: Sequence[int], continuation: Sequence[int], view: View | None = None) -> Score:
+        """How likely a view finds that `continuation` follows `context`; both are token ids, at least one each.
+
+        Together they may be one token longer than the model's context. `view`: by default the target, or the draft
+        where that alone was opened. What a context has in common with that of the call before is not computed again;
+        no result depends on that. Keeps one cache for each view.
+
+        Raises `GenerationError` for an empty or too long text or an id outside the vocabulary.
+        """
+        view = view or ("draft" if self.view == "draft" else "target")
+        self._check_view(view)
+        context, continuation = self._check_ids(context, room=0), list(continuation)
+        self._check_ids([*context, *continuation[:-1]], room=0)
+        self._check_ids(continuation[-1:], room=0)
+        if view not in self._readers:
+            decoder = self.decoder
+            self._readers[view] = (
+                GpuReader(decoder, view) if isinstance(decoder, GpuDecoder) else TextReader(decoder, view)
+            )
+        return score(self._readers[view].logits(context, continuation), continuation)
+
     def generate(
         self,
         prompt: Prompt,
@@ -175,6 +199,7 @@ class NestedModel:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
+        end_ids: Collection[int] = (),
         stream: Callable[[str], None] | None = None,
         chat: bool | None = None,
         kv: KvSettings | None = None,
@@ -187,8 +212,9 @@ class NestedModel:
         what has paid best of late, and measures first what rounds cost: some twenty rounds of work, on a GPU once for
         its buffers. `view`: any that was opened. `temperature` 0 is greedy and then `"nested"` gives the text of
         `"target"` token for token; above 0 it samples from the same distribution, and a `seed` repeats a text on the
-        same device where gamma is fixed. `stop`: strings before which the text ends. `stream` receives the text piece
-        by piece as it becomes certain. The text never grows past the model's context.
+        same device where gamma is fixed. `stop`: strings before which the text ends. `end_ids`: tokens that end it,
+        beside those of the checkpoint. `stream` receives the text piece by piece as it becomes certain. It never grows
+        past the model's context.
 
         Raises `GenerationError` for a prompt that cannot be served (empty, a batch, too long, no tokenizer, no memory)
         and `UsageError` for an option out of range.
@@ -205,7 +231,8 @@ class NestedModel:
         guard = self.decoder.explained(entries) if isinstance(self.decoder, GpuDecoder) else nullcontext()
         with guard:
             loop = self._loop(settings, kv, decider_view, entries)
-            tokens, reason = self._run(loop, ids, lambda: self._policy(gamma, loop, kv), limit, text, stream)
+            ends = self.end_ids.union(end_ids)
+            tokens, reason = self._run(loop, ids, lambda: self._policy(gamma, loop, kv), limit, ends, text, stream)
         return Generation(
             text=None if text is None else text.text,
             token_ids=tuple(tokens),
@@ -234,6 +261,7 @@ class NestedModel:
         prompt: list[int],
         policy_of: Callable[[], GammaPolicy],
         limit: int,
+        ends: Collection[int],
         text: GrowingText | None,
         stream: Callable[[str], None] | None,
     ) -> tuple[list[int], FinishReason]:
@@ -244,7 +272,7 @@ class NestedModel:
         while True:
             for token in block:
                 tokens.append(token)
-                reason = self._finished(token, len(tokens), limit, text)
+                reason = _finished(token, len(tokens), limit, ends, text)
                 if reason is not None:
                     break
             if text is not None and stream is not None:
@@ -257,14 +285,6 @@ class NestedModel:
             # Not before the first token is out: this may have something to measure.
             policy = policy or policy_of()
             block = loop.block(block[-1], policy, limit - len(tokens))
-
-    def _finished(self, token: int, count: int, limit: int, text: GrowingText | None) -> FinishReason | None:
-        stopped = text.add(token) if text is not None else False
-        if stopped:
-            return "stop"
-        if token in self.end_ids:
-            return "eos"
-        return "length" if count == limit else None
 
     def _has_tokenizer(self) -> bool:
         try:
@@ -327,6 +347,17 @@ class NestedModel:
             return gamma
         suggested = self.checkpoint.manifest.speculation.get("gamma", DEFAULT_GAMMA)
         return min(int(suggested), MAX_GAMMA)
+
+
+def _finished(
+    token: int, count: int, limit: int, ends: Collection[int], text: GrowingText | None
+) -> FinishReason | None:
+    stopped = text.add(token) if text is not None else False
+    if stopped:
+        return "stop"
+    if token in ends:
+        return "eos"
+    return "length" if count == limit else None
 
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:

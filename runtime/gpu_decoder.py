@@ -77,22 +77,30 @@ class GpuDecoder:
             tokens = torch.zeros(room, dtype=torch.int32, device=device)
             tokens[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
             position = torch.zeros(1, dtype=torch.int32, device=device)
-            forward = NestedForward(
-                self.weights,
-                self._ops,
-                rows=rows,
-                capacity=-(-room // CAPACITY_STEP) * CAPACITY_STEP,
-                draft_kv=DraftKv(switch=room, recent=0),
-                device=device,
-            )
+            forward = self.passes(room)
             pieces = []
             for first in range(0, room, rows):
                 place = Place(position.fill_(first), tokens[first : first + rows], 0, rows)
                 forward.hidden(place, view)
                 pieces.append(forward.all_logits(place, view)[: len(ids) - first].clone())
-            logits = torch.cat(pieces)
-            if bool(logits.isnan().any()):
-                raise not_a_number(self._checkpoint)
+            return self.checked(torch.cat(pieces))
+
+    def passes(self, entries: int) -> NestedForward:
+        """Passes of up to 16 rows over a new cache of at least `entries` entries, which both views read at KV8."""
+        capacity = -(-entries // CAPACITY_STEP) * CAPACITY_STEP
+        return NestedForward(
+            self.weights,
+            self._ops,
+            rows=DECODE_ROWS,
+            capacity=capacity,
+            draft_kv=DraftKv(switch=capacity, recent=0),
+            device=self.device,
+        )
+
+    def checked(self, logits: Tensor) -> Tensor:
+        """`logits`. Raises `GenerationError` where one is NaN."""
+        if bool(logits.isnan().any()):
+            raise not_a_number(self._checkpoint)
         return logits
 
     def capacity(self, entries: int) -> int:

@@ -15,10 +15,13 @@ from bitnest_format.runtime.forward import HalfForward, NestedForward
 ROWS = 512
 
 
-def nested_prefill(forward: NestedForward, ids: Tensor, view: View) -> None:
-    """Fill the cache with `ids` int32 `[T]`; the last token's hidden state then stands in row 0 of the stream."""
+def nested_prefill(forward: NestedForward, ids: Tensor, view: View, start: int = 0) -> None:
+    """Fill the cache from entry `start` on with `ids` int32 `[T]`.
+
+    The last token's hidden state then stands in row 0 of the stream.
+    """
     for first in range(0, ids.shape[0], ROWS):
-        _nested_piece(forward, ids[first : first + ROWS], first, view)
+        _nested_piece(forward, ids[first : first + ROWS], start + first, view)
 
 
 def half_prefill(forward: HalfForward, ids: Tensor) -> None:

@@ -42,6 +42,11 @@ class Tokenizer:
         self.folder = folder
 
     @property
+    def pretrained(self) -> Any:
+        """transformers' tokenizer itself."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
@@ -56,7 +61,13 @@ class Tokenizer:
         return [int(token) for token in self._tokenizer(text, verbose=False)["input_ids"]]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the answer starts.
+        """Token ids of a conversation, up to where the answer starts. Raises as `chat_text` does."""
+        text = self.chat_text(messages, add_generation_prompt=True)
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return [int(token) for token in ids]
+
+    def chat_text(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text of a conversation; `options` are those of the template and of `apply_chat_template`.
 
         Raises `GenerationError` where there is no chat template or it refuses the messages.
         """
@@ -65,14 +76,13 @@ class Tokenizer:
                 f"{self.folder.name}: the tokenizer has no chat template; give the prompt as plain text"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, **options
             )
         # Templates are programs of the model's author and raise what they like.
         except Exception as error:
             raise GenerationError(f"{self.folder.name}: the chat template refuses the messages: {error}") from error
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return [int(token) for token in ids]
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

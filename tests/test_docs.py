@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 # Environments that have a job of their own in CI; their blocks are run by the tests named here.
-ELSEWHERE = {"vllm": "tests/vllm"}
+ELSEWHERE = {"vllm": "tests/vllm", "lm_eval": "tests/runtime/test_lm_eval.py"}
 # Imported once for all programs of all pages.
 IMPORTED = (
     "torch",

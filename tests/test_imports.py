@@ -60,6 +60,8 @@ MAY_IMPORT = {
     "transformers": {"runtime"},
     "doctor": {"errors", "hub", "runtime", "kernels"},
     "vllm": {"runtime"},
+    "lm_eval_model": {"", "errors", "api", "runtime"},
+    "lm_eval": {"errors", "transformers", "lm_eval_model"},
 }
 IN_REACH_OF_COMMANDS = {"", "errors"}
 
@@ -79,6 +81,8 @@ ONLY_IN = {
     "matplotlib": {"runtime"},
     "cuda": {"runtime"},
     "vllm": {"runtime"},
+    "lm_eval": {"lm_eval", "lm_eval_model"},
+    "tqdm": {"lm_eval_model"},
 }
 # Packages of which only the modules of one integration may know, by how those begin.
 ONLY_IN_MODULES = {"vllm": "bitnest_format.runtime.vllm_"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from bitnest_format.checkpoint import Checkpoint
 from bitnest_format.kernels.ops import plain_ops
 from bitnest_format.runtime.generate import NestedModel, OpenView
 from bitnest_format.runtime.gpu_decoder import GpuDecoder
+from bitnest_format.runtime.model import Decoder
+from bitnest_format.runtime.text_reader import Score
 
 CODE_ZERO = -0x77777778  # eight nibbles of 8, as int32
 
@@ -132,6 +136,27 @@ def write_toy_tokenizer(
     if template is not None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.fixture
+def token_by_token() -> Callable[..., Score]:
+    """`(model, context, continuation, view)`: a continuation's score, each of its tokens in a pass of its own."""
+    return score_token_by_token
+
+
+@torch.inference_mode()
+def score_token_by_token(
+    model: NestedModel, context: list[int], continuation: list[int], view: Literal["draft", "target"]
+) -> Score:
+    decoder = model.decoder
+    assert isinstance(decoder, Decoder)
+    cache = decoder.new_cache()
+    rows = [decoder.prefill(torch.tensor(context), cache, view)]
+    for place, token in enumerate(continuation[:-1], len(context)):
+        rows.append(decoder.logits(decoder.forward(torch.tensor([token]), place, cache, view), view)[0])
+    pairs = list(zip(rows, continuation, strict=True))
+    logprob = math.fsum(float(row.double().log_softmax(0)[token]) for row, token in pairs)
+    return Score(logprob, all(int(row.argmax()) == token for row, token in pairs))
 
 
 @pytest.fixture
