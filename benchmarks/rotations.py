@@ -39,7 +39,7 @@ from bitnest_format.converters.sources import open_source
 GROUP_SIZE = 64
 SEEDS = (0, 1, 2)
 # Learning alone, beside the default that is converted: (steps, rate).
-LEARNED_OTHERWISE = ((100, 0.05), (100, 0.2), (100, 0.6), (200, 1.5), (400, 1.5))
+LEARNED_OTHERWISE = ((100, 0.05), (100, 0.2), (100, 0.6), (100, 4.0), (200, 1.5), (400, 1.5))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

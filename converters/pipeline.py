@@ -138,7 +138,10 @@ def convert(
     plan = ranks.once(lambda: preflight(source, architecture, options, output))
     rotation = None
     if not options.learns:
-        rotation = make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
+        # The last bits of a random one depend on how many threads made it: ranks must not make one each.
+        rotation = ranks.once(
+            lambda: make_rotation(options.rotation_kind, options.rotation_file, options.seed, architecture)
+        )
     work = WorkFolder.beside(output)
 
     def begin() -> tuple[list[str], Calibration | None, set[str]]:

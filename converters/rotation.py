@@ -74,10 +74,12 @@ def make_rotation(kind: str, file: Path | None, seed: int, architecture: Archite
     if bad:
         raise SourceError(f"--rotation hadamard: no Hadamard matrix at hand for {', '.join(bad)}; use random")
 
-    def r2(layer: int) -> Tensor:
-        return build(architecture.head_dim, _generator(seed, layer + 1))
-
-    return Rotation(kind, build(architecture.hidden_size, _generator(seed, 0)), r2, seed=seed)
+    r1, *r2 = (
+        build(size, _generator(seed, stream))
+        for stream, size in enumerate([architecture.hidden_size, *[architecture.head_dim] * architecture.layers])
+    )
+    # What can be sent to other ranks.
+    return Rotation(kind, r1, r2.__getitem__, seed=seed)
 
 
 def sizes_without_hadamard(architecture: Architecture) -> list[str]:

@@ -46,7 +46,7 @@ from bitnest_format.kernels.primitives import divide, release_dependents, wait_f
 WARPS = 4
 NESTED_ENTRIES = 16
 HALF_ENTRIES = 16
-STAGES = 3
+HALF_STAGES = 3
 # Attention rows of a program where one token has no more: one column tile of the tensor cores. Of 16 rows a program
 # needs 250 registers a thread, and two programs of 8 take about as many instructions.
 MOST_COLUMNS = 8
@@ -72,6 +72,11 @@ _BASE_ZERO = tl.constexpr(8 * 2.0**-24)
 _COMPOSED_ZERO = tl.constexpr(136 * 2.0**-24)
 # Adding and subtracting 1.5 * 2^23 rounds a small float32 to an integer, ties to even.
 _ROUNDING = tl.constexpr(12582912.0)
+
+
+def stages(kv_heads: int) -> int:
+    """Steps of the loop over a split that are on their way or in use at a time; measured as `best_splits`."""
+    return 3 if kv_heads > 8 else 2
 
 
 def attend(
@@ -119,7 +124,7 @@ def attend(
         COLUMNS=columns,
         NEW=triton.next_power_of_2(rows),
         ENTRIES=NESTED_ENTRIES,
-        STAGES=STAGES,
+        STAGES=stages(shape.kv_heads),
         DRAFT=draft,
         **_launch(qkv),
         **({"maxnreg": NARROW_REGISTERS} if columns == 8 else {}),
@@ -162,7 +167,7 @@ def attend_half(
         COLUMNS=columns,
         NEW=triton.next_power_of_2(rows),
         ENTRIES=HALF_ENTRIES,
-        STAGES=STAGES,
+        STAGES=HALF_STAGES,
         **_launch(qkv),
     )
 

@@ -38,7 +38,6 @@ LEAST_WORDS = 128
 LONG_ROW = 1024
 ARGMAX_ROWS = 8
 MANY_OUTPUTS = 12288
-FEW_OUTPUTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,16 @@ def tile(weight: DualPlaneWeight, view: View) -> Tile | MmaTile:
     """The way a weight is walked; never a question of how many rows it is multiplied with.
 
     Tensor cores take the target's large weights, where verification gains more than decoding by single rows loses.
-    See benchmarks/gpu-log.md for how these were measured.
+    Measured in whole passes by benchmarks/gpu_tiles.py; see benchmarks/gpu-log.md.
     """
     outputs, words = weight.base.shape
-    many, long = outputs > MANY_OUTPUTS, words > LONG_ROW
+    many, long = outputs > MANY_OUTPUTS, words >= LONG_ROW
     if view == "target":
         if weight.scale_pairs is not None and (many or long):
             return MmaTile(4, 8) if long else MmaTile(2, 8)
-        if long:
-            chosen = Tile(2, 256, 1, False)
-        else:
-            chosen = Tile(8, 512, 4, True) if outputs <= FEW_OUTPUTS else Tile(2, 256, 1, True)
+        chosen = Tile(2, 256, 1, False) if long else Tile(8, 512, 4, True)
     elif long:
-        chosen = Tile(4, 512, 2, True)
+        chosen = Tile(8, 512, 4, True)
     else:
         chosen = Tile(4, 256, 2, True) if many else Tile(4, 512, 4, True)
     used = min(chosen.words, max(LEAST_WORDS, 1 << (words - 1).bit_length()))

@@ -157,9 +157,11 @@ class Splits:
 def best_splits(kv_heads: int) -> Splits:
     """The cut for so many KV heads: the fewer they are, the more splits it takes to occupy a device.
 
-    Measured by `benchmarks/gpu_attention.py`.
+    Measured in whole passes by `benchmarks/gpu_tiles.py`, the long splits alone by `benchmarks/gpu_attention.py`.
     """
-    return Splits(shorts=8, short=256, long=1280) if kv_heads > 8 else Splits(shorts=16, short=128, long=512)
+    if kv_heads > 8:
+        return Splits(shorts=8, short=256, long=1280)
+    return Splits(shorts=8, short=256, long=512) if kv_heads > 4 else Splits(shorts=16, short=128, long=512)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,13 @@ def test_two_ranks_write_the_bytes_of_one(launch: Launch, conversion: Any, tmp_p
     assert _bytes(tmp_path / "one") == _bytes(tmp_path / "two")
 
 
+def test_the_first_rank_alone_makes_the_rotation(launch: Launch, conversion: Any) -> None:
+    """Its last bits depend on the number of threads, which may differ from rank to rank."""
+    without = f"from bitnest_format.converters import rotation\nrotation.random_orthogonal = None\n{CLI}"
+    (status, _, messages), (other_status, *_) = launch(conversion("out"), (CLI, without))
+    assert (status, other_status) == (0, 0), messages
+
+
 def test_problem_is_told_once_and_ends_all_ranks(launch: Launch, conversion: Any, tmp_path: Path) -> None:
     (status, _, messages), (other_status, *other) = launch(conversion("out", nan=True))
     assert status == other_status == 1
