@@ -1,8 +1,8 @@
 """The registry of architectures: one small frozen description for each `model_type` of `config.json`.
 
 A description says how a family differs from Llama; everything that it does not mention is as in Llama. Reading a config
-by it is `architecture.read_architecture`, which also turns names and sizes into tensors. CONTRIBUTING.md shows how an
-architecture is added.
+by it is `architecture.read_architecture`, which also turns names and sizes into tensors. docs/architectures.md
+adds one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -204,9 +204,13 @@ def write_tiny_checkpoint(
     draft_only: bool = False,
     shard_bytes: int = 5_000_000_000,
     nested_head: bool = False,
+    side_files: Sequence[str] = (),
     **config_changes: Any,
 ) -> Path:
-    """Write a nested checkpoint of `make_tiny_model` with the same arguments; returns `folder`."""
+    """Write a nested checkpoint of `make_tiny_model` with the same arguments; returns `folder`.
+
+    `side_files` lie in the folder already.
+    """
     config, tensors = make_tiny_model(model_type, tied, seed, **config_changes)
     architecture = read_architecture(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +242,7 @@ def write_tiny_checkpoint(
         unquantized=tuple(name for name in writer.base if not name.endswith((BASE_SUFFIX, SCALE_SUFFIX))),
         files={},
     )
-    writer.finish(manifest, checkpoint_config(config))
+    writer.finish(manifest, checkpoint_config(config), side_files)
     return folder
 
 
@@ -337,19 +341,28 @@ def documented_inputs() -> Callable[[Path, list[str]], None]:
 
 # Small enough that a conversion with its default settings takes seconds.
 DOCUMENTED_MODEL = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "head_dim": 32,
     "num_hidden_layers": 1,
     "eos_token_id": None,
 }
 
 
+def put_documented_checkpoint(folder: Path) -> None:
+    folder.mkdir()
+    put_tokenizer(folder)
+    side_files = [file.name for file in folder.iterdir()]
+    write_tiny_checkpoint(folder, side_files=side_files, **DOCUMENTED_MODEL)
+
+
 def put_documented_inputs(folder: Path, names: list[str]) -> None:
     makers: dict[str, Callable[[Path], object]] = {
         "SmolLM2-135M-Instruct": lambda place: put_source(place, **DOCUMENTED_MODEL),
-        "SmolLM2-BitNest": lambda place: put_tokenizer(write_tiny_checkpoint(place, **DOCUMENTED_MODEL)),
+        "examples": lambda place: place.symlink_to(Path(__file__).parents[1] / "examples"),
+        "SmolLM2-BitNest": put_documented_checkpoint,
     }
     for name in names:
         makers[name](folder / name)

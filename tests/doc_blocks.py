@@ -37,7 +37,7 @@ RUN = ("bash", "python")
 SHOWN = ("console", "text", "json")
 FENCE = re.compile(r"^( {0,3})(`{3,}|~{3,})[ \t]*(\S*)")
 COMMENT = re.compile(r"^<!--\s*(not run|run|given)\s*:\s*(.*?)\s*-->$")
-NUMBER = re.compile(r"\d[\d,.]*")
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 ANYTHING = "..."
 
 
@@ -131,12 +131,17 @@ def command_problems(script: str) -> list[str]:
 def commands(script: str) -> list[list[str]]:
     """Every call of `bitnest-format` in a shell script, split into words; `python -m bitnest_format` is one too."""
     found = []
-    lexer = shlex.shlex(script.replace("\\\n", " ").replace("\n", "\n ; "), posix=True, punctuation_chars=True)
+    joined = re.sub(r"(?<=\s)\d+(?=[<>])", "", script.replace("\\\n", " "))  # a stream's number before a redirection
+    lexer = shlex.shlex(joined.replace("\n", "\n ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words: list[str] = []
-    for word in [*lexer, ";"]:
+    tokens = iter([*lexer, ";"])
+    for word in tokens:
         if not set(word) <= set("();<>|&"):
             words.append(word)
+            continue
+        if {"<", ">"} & {*word}:
+            next(tokens)  # where to
             continue
         for place, start in enumerate(words):
             called = start == "bitnest-format" or start.endswith("/bitnest-format")

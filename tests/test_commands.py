@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 
 from bitnest_format.cli import main
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "command-line.md"
 # Its result is a script.
 WITHOUT_JSON = {"completion"}
 COMMANDS = tuple(main.commands)
@@ -108,12 +111,46 @@ def test_commands_that_report_take_json(name):
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-@pytest.mark.parametrize("name", REPORTING)
-def test_json_is_one_document_alone_on_stdout(folder, name):
-    result = call(name, *CALLS[name], "--json")
+@pytest.mark.parametrize("name", [*REPORTING, "convert --dry-run"])
+def test_json_is_the_documented_document_alone_on_stdout(folder, name):
+    command, *options = name.split()
+    result = call(command, *CALLS[command], *options, "--json")
     assert result.exit_code == 0, result.stderr
-    assert isinstance(json.loads(result.stdout), dict)
-    assert "error" not in json.loads(result.stdout)
+    page = PAGE.read_text(encoding="utf-8")
+    shown = re.search(rf"^### {name}\n\n```json\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    assert shown is not None, f"{PAGE.name} says nothing about {name}"
+    assert different_places(json.loads(shown[1]), json.loads(result.stdout)) == []
+
+
+def different_places(shown, found, place="document") -> list[str]:
+    """Where a documented value and a real one differ in their fields or kinds.
+
+    `"..."` stands for anything, null for a value that may be missing; of lists, and of maps whose keys are names or
+    numbers, the first elements are compared.
+    """
+    if shown == "..." or shown is None or found is None:
+        return []
+    if isinstance(shown, dict) and isinstance(found, dict):
+        if any("." in key or key.isdecimal() for key in shown):
+            return different_places(next(iter(shown.values())), next(iter(found.values())), f"{place}.*")
+        differing = [f"{place}.{key}" for key in shown.keys() ^ found.keys()]
+        both = [key for key in shown if key in found]
+        return differing + [p for key in both for p in different_places(shown[key], found[key], f"{place}.{key}")]
+    if isinstance(shown, list) and isinstance(found, list):
+        return different_places(shown[0], found[0], f"{place}[]") if shown and found else []
+    kinds = {type(shown), type(found)}
+    return [] if len(kinds) == 1 or kinds == {int, float} else [place]
+
+
+def test_differing_documents_are_told_apart():
+    shown = {"a": 1, "b": [{"c": "x"}], "m": {"layers.0": 1}, "d": "...", "e": None}
+    assert different_places(shown, {"a": 0.5, "b": [], "m": {"other.9": 2}, "d": [1], "e": {}}) == []
+    found = {"a": "1", "b": [{"x": "x"}], "m": {"other.9": "2"}, "d": 1, "f": 1}
+    places = different_places(shown, found)
+    assert sorted(places) == [
+        *("document.a", "document.b[].c", "document.b[].x"),
+        *("document.e", "document.f", "document.m.*"),
+    ]
 
 
 @pytest.mark.parametrize("name", FAILING)

@@ -110,6 +110,7 @@ def test_problems_are_seen_without_running(blocks, page, text, problem):
         "bitnest-format convert no-such-place out --group-size 64 > log 2>&1 && echo bitnest-format nothing || true",
         "bitnest-format push no-such-folder me/x --private",
         "bitnest-format generate x --prompt-file no-such-file --gamma auto; ls",
+        "bitnest-format validate x 2>&1 | tail; bitnest-format validate x --json 2> /dev/null < y\n",
         "bitnest-format --version\n# bitnest-format nothing\nbitnest-format diff --help",
     ],
 )
@@ -124,6 +125,7 @@ def test_calls_that_are_right_though_their_files_are_missing(blocks, script):
         ("14 modules, 1,234 bytes\n", "noise\n7   modules, 99 bytes\n", None),
         ("a\n...\nd\n", "a\nb\nc\nd\n", None),
         ("from ... to\n", "from here (1) to\n", None),
+        ("commit ..., 2 of 2\n", "commit a5c3, 1 of 7\n", None),
         ("b\na\n", "a\nb\n", "a"),
         ("valid\n", "invalid\n", "valid"),
     ],

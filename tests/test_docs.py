@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 # Environments that have a job of their own in CI; their blocks are run by the tests named here.
 ELSEWHERE = {"vllm": "tests/vllm", "lm_eval": "tests/runtime/test_lm_eval.py"}
+# An input `hub:owner/name` is a repository that holds the input `name`.
+ON_HUB = "hub:"
 # Imported once for all programs of all pages.
 IMPORTED = (
     "torch",
@@ -20,8 +23,14 @@ IMPORTED = (
     "bitnest_format.transformers",
     "bitnest_format.cli",
     "bitnest_format.push",
+    "bitnest_format.pull",
     "bitnest_format.runtime.generate",
+    "bitnest_format.converters.sources",
     "bitnest_format.converters.pipeline",
+    "bitnest_format.converters.export",
+    "bitnest_format.converters.diff",
+    "gguf",
+    "jsonschema",
 )
 
 # The tests are no package: a helper is loaded by its path.
@@ -56,8 +65,12 @@ def page_name(page: Path) -> str:
 def test_blocks_run(page, hub, environment, documented_inputs, tmp_path):
     if not any(block.runs_in("") for block in doc_blocks.read_blocks(page)):
         return
+    names = doc_blocks.given(page)
+    documented_inputs(tmp_path, [name for name in names if not name.startswith(ON_HUB)])
     hub.repositories.clear()
-    documented_inputs(tmp_path, doc_blocks.given(page))
+    shutil.rmtree(environment["HF_HOME"], ignore_errors=True)
+    for repo_id in (name.removeprefix(ON_HUB) for name in names if name.startswith(ON_HUB)):
+        hub.create(repo_id, tmp_path / repo_id.partition("/")[2])
     doc_blocks.run_page(page, tmp_path, environment)
 
 

@@ -296,7 +296,7 @@ print(*bitnest_format.load(str(folder)).generate([5, 6], max_new_tokens=3).token
 
 def test_everything_works_without_triton_and_without_a_gpu(tiny_checkpoint, tmp_path):
     """GP-1: every module but the Triton kernels imports; validate, inspect and generate run."""
-    needy = set().union(*map(modules_that_need, ("triton", *ONLY_IN_MODULES)))
+    needy = set().union(*map(modules_that_need, ("triton", "lm_eval", *ONLY_IN_MODULES)))
     modules = sorted({*FILES} - {"bitnest_format.__main__"} - needy)
     done = run_python("-c", WITHOUT_TRITON, str(tiny_checkpoint(tmp_path / "model", eos_token_id=None)), *modules)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ FOLDERS = {
 }
 # Tools that belong to a folder without being part of the package.
 NOT_PACKAGED = {ROOT / "spec" / "vectors"}
-TOP_LEVEL_FOLDERS = {*FOLDERS.values(), "tests", "benchmarks"}
+TOP_LEVEL_FOLDERS = {*FOLDERS.values(), "tests", "benchmarks", "examples"}
 
 
 @pytest.fixture(scope="module")
