@@ -358,10 +358,17 @@ def put_documented_checkpoint(folder: Path) -> None:
     write_tiny_checkpoint(folder, side_files=side_files, **DOCUMENTED_MODEL)
 
 
+def put_documented_gguf(file: Path) -> None:
+    writer = load_helper("gguf_writer")
+    model = make_tiny_model(**DOCUMENTED_MODEL)
+    writer.write_gguf(file, model, kind=writer.Type.F16, tokens=writer.byte_tokens())
+
+
 def put_documented_inputs(folder: Path, names: list[str]) -> None:
     makers: dict[str, Callable[[Path], object]] = {
         "SmolLM2-135M-Instruct": lambda place: put_source(place, **DOCUMENTED_MODEL),
         "examples": lambda place: place.symlink_to(Path(__file__).parents[1] / "examples"),
+        "SmolLM2-135M-Instruct.F16.gguf": put_documented_gguf,
         "SmolLM2-BitNest": put_documented_checkpoint,
     }
     for name in names:

@@ -108,6 +108,17 @@ def test_links_lead_somewhere(page):
     assert missing == []
 
 
+def test_every_page_and_every_example_can_be_found():
+    entrances = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/README.md"))
+    linked = {target.removeprefix("docs/") for target in re.findall(r"\]\(([^)\s#]+\.md)", entrances)}
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").glob("*.md")}
+    assert pages - {"README.md"} <= linked
+    blocks = [block for block in doc_blocks.read_blocks(ROOT / "docs" / "examples.md") if block.runs_in("")]
+    scripts = [f"examples/{script.name}" for script in sorted((ROOT / "examples").glob("*.py"))]
+    assert scripts
+    assert [script for script in scripts if not any(script in block.text for block in blocks)] == []
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
