@@ -73,7 +73,7 @@ def diff(
     if kinds[1] == "nested":
         run.with_nested(_open(b))
     elif kinds[1] == "packed":
-        run.with_packed(PackedFolder(b))
+        run.with_packed(PackedFolder(b, run.checkpoint.architecture()))
     else:
         run.with_source(open_source(b), rotation_file)
     return run.report(*names, kinds[1])

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bitnest_format.architecture import read_architecture
 from bitnest_format.card import CARD_FILE, export_card
 from bitnest_format.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
-    NestedWeight,
     View,
     count_parameters,
     source_config,
@@ -41,11 +39,13 @@ from bitnest_format.converters.export_formats import (
     deviation,
     step,
 )
+from bitnest_format.converters.export_module import ExportedModule
 from bitnest_format.converters.export_options import PLAIN_TYPES, ExportOptions
+from bitnest_format.converters.fused import joined, stored_name
 from bitnest_format.converters.hf import INDEX_FILE, SINGLE_FILE
 from bitnest_format.converters.preflight import existing_parent, output_problems
 from bitnest_format.errors import CheckpointError, SourceError
-from bitnest_format.manifest import Module, Plane
+from bitnest_format.manifest import Module
 from bitnest_format.shards import (
     DTYPE_NAMES,
     DTYPES,
@@ -55,7 +55,6 @@ from bitnest_format.shards import (
     pending_copy,
     read_header,
     tensor_bytes,
-    tensor_sha256,
     write_json,
 )
 
@@ -152,11 +151,13 @@ class _Export:
         self.movement = Movement()
         self.notes: list[str] = []
         self.planes_equal = 0
+        self.modules = self._stored_modules()
         self.headers = {shard: read_header(checkpoint.folder / shard) for shard in set(checkpoint.weight_map.values())}
         self.plain_type = self._plain_type()
-        self.problems = [*self._fused_problems(), *self._permutation_problems(), *self._shape_problems()]
-        self.scale_types = {} if self.format.plain else self._scale_types()
-        self.tensors = self._tensors()
+        unjoined = [*self._fused_problems()]
+        self.problems = [*unjoined, *self._permutation_problems(), *self._shape_problems()]
+        self.scale_types = {} if self.format.plain or unjoined else self._scale_types()
+        self.tensors = {} if unjoined else self._tensors()
         self.side_files = self._side_files()
         self._add_notes()
 
@@ -207,16 +208,32 @@ class _Export:
         stored = DTYPES[embedding.dtype] if embedding else torch.float16
         return stored if stored in PLAIN_TYPES.values() else torch.float16
 
+    def _stored_modules(self) -> dict[str, ExportedModule]:
+        """The modules as other programs know them: parts of a fused matrix as one, by its name."""
+        modules = self.checkpoint.manifest.modules
+        return {
+            whole: ExportedModule(self.checkpoint, whole, {part: modules[part] for part in parts})
+            for whole, parts in joined(modules, self.architecture).items()
+        }
+
     def _fused_problems(self) -> Iterator[str]:
-        fused = self.architecture.family.fused
-        if fused:
-            yield (
-                f"{self.architecture.model_type}: other programs read {', '.join(fused)} of such a model as one "
-                "matrix, which is stored here in parts; exports do not join them. Use the checkpoint with this package."
-            )
+        """Fused matrices whose parts do not make one."""
+        wanted = joined(dict(self.architecture.modules()), self.architecture)
+        unlike: dict[str, str] = {}
+        for whole, stored in self.modules.items():
+            parts = list(stored.parts.values())
+            absent = [name for name in wanted.get(whole, ()) if name not in stored.parts]
+            if absent:
+                unlike[whole] = f"{_listed(absent)} is not quantized"
+            elif len({part.group_size for part in parts}) > 1:
+                unlike[whole] = f"its parts have groups of {', '.join(str(part.group_size) for part in parts)}"
+            elif not stored.one_permutation():
+                unlike[whole] = "its parts have different input permutations"
+        for whole, reason in unlike.items():
+            yield f"{whole}: other programs store it as one matrix, but {reason}. Use the checkpoint with this package."
 
     def _permutation_problems(self) -> Iterator[str]:
-        permuted = [name for name, module in self.checkpoint.manifest.modules.items() if module.permutation]
+        permuted = [name for name, stored in self.modules.items() if stored.module.permutation]
         if permuted and not self.format.permutations:
             able = ", ".join(name for name, known in FORMATS.items() if known.permutations)
             yield (
@@ -227,7 +244,7 @@ class _Export:
     def _shape_problems(self) -> Iterator[str]:
         if self.format.packs_outputs:
             per_word = WORD_BITS // BITS[self.view]
-            odd = [name for name, module in self.checkpoint.manifest.modules.items() if module.shape[0] % per_word]
+            odd = [name for name, stored in self.modules.items() if stored.module.shape[0] % per_word]
             if odd:
                 yield (
                     f"{_listed(odd)}: the number of outputs is not a multiple of {per_word}, and the zero points of "
@@ -238,8 +255,8 @@ class _Export:
         """The type of each module's scales: as stored where it holds them exactly, otherwise the widest allowed."""
         types: dict[str, torch.dtype] = {}
         inexact: dict[str, float] = {}
-        for name, module in self.checkpoint.manifest.modules.items():
-            scale = _Stored(self.checkpoint, name, module).scale()
+        for name, stored in self.modules.items():
+            scale = stored.scale()
             steps = step(scale, self.view)
             types[name] = scale.dtype
             if scale.dtype not in self.format.scale_types or deviation(steps, scale.dtype):
@@ -261,28 +278,67 @@ class _Export:
 
     def _tensors(self) -> dict[str, Pending]:
         """Every tensor of the export, in the order of the checkpoint."""
-        modules = {module.base.name: (name, module) for name, module in self.checkpoint.manifest.modules.items()}
-        planes = {name for _, module in modules.values() for name in _plane_names(module)}
+        bases = {part.base.name: whole for whole, stored in self.modules.items() for part in stored.parts.values()}
+        planes = {name for stored in self.modules.values() for part in stored.parts.values() for name in _planes(part)}
         tensors: dict[str, Pending] = {}
-        for name, shard in self.checkpoint.weight_map.items():
-            if name in modules:
-                module_name, module = modules[name]
-                dtype = self.scale_types.get(module_name, self.plain_type)
-                stored = _Stored(self.checkpoint, module_name, module)
-                layout = self.format.tensors(module, self.view, dtype)
-                tensors |= {f"{module_name}.{tensor.suffix}": self._pending(stored, tensor) for tensor in layout}
-                self.planes_equal += self.format.keeps_base
-            elif name not in planes:
-                entry = self._entry(name)
-                if entry is None:
-                    raise CheckpointError(f"{shard}: {name}: missing, though the index names it")
-                tensors[name] = pending_copy(self.checkpoint.folder / shard, entry)
-        missing = [name for base, (name, _) in modules.items() if base not in self.checkpoint.weight_map]
+        plain: list[str] = []
+        written: set[str] = set()
+        for name in self.checkpoint.weight_map:
+            whole = bases.get(name)
+            if whole is not None and whole not in written:
+                written.add(whole)
+                stored = self.modules[whole]
+                layout = self.format.tensors(stored.module, self.view, self.scale_types.get(whole, self.plain_type))
+                tensors |= {f"{whole}.{tensor.suffix}": self._pending(stored, tensor) for tensor in layout}
+                self.planes_equal += self.format.keeps_base * len(stored.parts)
+            elif whole is None and name not in planes:
+                plain.append(name)
+        missing = [whole for base, whole in bases.items() if base not in self.checkpoint.weight_map]
         if missing:
             raise CheckpointError(f"{_listed(missing)}: the base plane is missing from the index")
+        for whole, parts in self._joined_tensors(plain).items():
+            tensors[whole] = self._copied(whole, parts)
         return tensors
 
-    def _pending(self, stored: _Stored, tensor: ExportedTensor) -> Pending:
+    def _joined_tensors(self, names: list[str]) -> dict[str, list[str]]:
+        """Tensors that are not quantized by the name they get: parts of one matrix, or of its bias, together."""
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            module, _, kind = name.rpartition(".")
+            kinds.setdefault(kind, []).append(module)
+        found = {
+            f"{whole}.{kind}": [f"{part}.{kind}" for part in parts]
+            for kind, modules in kinds.items()
+            for whole, parts in joined(modules, self.architecture).items()
+        }
+        order = {name: place for place, name in enumerate(names)}
+        return dict(sorted(found.items(), key=lambda item: min(order[name] for name in item[1])))
+
+    def _copied(self, whole: str, names: list[str]) -> Pending:
+        """Stored tensors as they are, the rows of one after those of the other."""
+        parts = []
+        for name in names:
+            shard, entry = self.checkpoint.weight_map[name], self._entry(name)
+            if entry is None:
+                raise CheckpointError(f"{shard}: {name}: missing, though the index names it")
+            parts.append(pending_copy(self.checkpoint.folder / shard, entry))
+        if len(parts) == 1:
+            return parts[0]
+        first, size = parts[0], sum(part.size for part in parts)
+        wanted = joined(dict(self.architecture.modules()), self.architecture)[whole.rpartition(".")[0]]
+        if len(names) != len(wanted) or any((p.dtype, p.shape[1:]) != (first.dtype, first.shape[1:]) for p in parts):
+            self.problems.append(
+                f"{whole}: cannot be joined of {', '.join(names)}, expected all of its parts in one type. Use the "
+                "checkpoint with this package."
+            )
+
+        def chunks() -> Iterator[memoryview | bytes]:
+            for part in parts:
+                yield from part.chunks()
+
+        return Pending(first.dtype, (sum(part.shape[0] for part in parts), *first.shape[1:]), size, chunks)
+
+    def _pending(self, stored: ExportedModule, tensor: ExportedTensor) -> Pending:
         def chunks() -> Iterator[memoryview]:
             for piece in tensor.pieces(stored):
                 rounded = piece.to(tensor.dtype)
@@ -302,10 +358,10 @@ class _Export:
         manifest = self.checkpoint.manifest
         quantization = self.format.config(
             Quantized(
-                modules=manifest.modules,
+                modules={name: stored.module for name, stored in self.modules.items()},
                 head=self.architecture.head_module,
                 per_row=manifest.nesting["group_size"] == PER_ROW,
-                unquantized=tuple(self._plain_linears()),
+                unquantized=tuple(dict.fromkeys(self._plain_linears())),
                 view=self.view,
                 activations=self.options.activations,
             )
@@ -323,7 +379,7 @@ class _Export:
             entry = self._entry(name)
             matrix = kind == "weight" and entry is not None and len(entry.shape) == 2
             if matrix and name != self.architecture.embedding and module != head:
-                yield module
+                yield stored_name(module, self.architecture)
         if head not in self.checkpoint.manifest.modules:
             yield head
 
@@ -354,39 +410,7 @@ class _Export:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """One module on disk, each plane compared with the manifest's digest as it is read."""
-
-    checkpoint: Checkpoint
-    name: str
-    module: Module
-
-    def weight(self) -> NestedWeight:
-        weight = self.checkpoint.weight(self.name)
-        self._check(self.module.base, weight.base)
-        self._check(self.module.scale, weight.scale)
-        if weight.refinement is not None and self.module.refinement is not None:
-            self._check(self.module.refinement, weight.refinement)
-        return weight
-
-    def scale(self) -> Tensor:
-        scale = self.checkpoint.scale(self.name)
-        self._check(self.module.scale, scale)
-        return scale
-
-    def permutation(self) -> Tensor | None:
-        return self.checkpoint.permutation(self.name)
-
-    def _check(self, plane: Plane, tensor: Tensor) -> None:
-        if (found := tensor_sha256(tensor)) != plane.sha256:
-            raise CheckpointError(
-                f"{self.checkpoint.weight_map[plane.name]}: {plane.name}: SHA-256 is {found[:12]}..., expected "
-                f"{plane.sha256[:12]}... as in the manifest. Restore the shard, or download the checkpoint again."
-            )
-
-
-def _plane_names(module: Module) -> Iterator[str]:
+def _planes(module: Module) -> Iterator[str]:
     yield from (module.base.name, module.scale.name)
     if module.refinement is not None:
         yield module.refinement.name

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from bitnest_format.architecture import Architecture, read_architecture
-from bitnest_format.converters.base import GivenBase, Inspection, Provenance, TensorInfo
-from bitnest_format.converters.fused import split_entry
-from bitnest_format.converters.packed import Claim, PackedFormat, PackedModule, dequantize, listed
+from bitnest_format.converters.base import GivenBase, GivenModule, Inspection, Provenance, TensorInfo
+from bitnest_format.converters.fused import parts_of, split_entry, stored_shapes
+from bitnest_format.converters.packed import Claim, PackedFormat, dequantize, listed
 from bitnest_format.converters.quantized import CONFIG_KEYS, find_format, format_by_names, stated_settings
 from bitnest_format.converters.rotation_file import describe_pickle
 from bitnest_format.errors import FileFormatError, SourceError, UnsupportedModelError
@@ -132,16 +132,10 @@ class HuggingFaceSource:
         problems += _prefix_problems(stored)
         if architecture is None or problems:
             raise SourceError(problems)
-        if packed and architecture.family.fused:
-            raise SourceError(
-                f"{folder}: {architecture.model_type} models that are quantized already hold "
-                f"{', '.join(architecture.family.fused)} as one matrix each, which cannot be split here. Give the "
-                "original model instead."
-            )
-        stored = _split_fused(stored, architecture)
+        claim = _claimed(packed, stored, architecture, settings)
+        stored = _split_fused(stored, architecture, claim.names)
         self._architecture = architecture
         self._packed = packed
-        claim = _claimed(packed, stored, architecture, settings)
         self.notes += packed.notes if packed else []
         self.provenance = Provenance(
             kind=packed.kind if packed else "huggingface",
@@ -153,18 +147,28 @@ class HuggingFaceSource:
         self._packed_locations = {
             name: stored[name] for module in claim.modules.values() for name in module.tensors.values()
         }
-        self._locations = self._choose(stored, architecture, claim, ignore_unknown_tensors)
+        self._wholes = claim.modules
+        self._parts = parts_of(claim.modules, architecture)
+        # The latest fused matrix: its parts are asked for one after the other.
+        self._unpacked: tuple[str, GivenBase] | None = None
+        self._locations = self._choose(stored, architecture, claim.names, ignore_unknown_tensors)
         problems = _type_problems(self._locations)
         if problems:
             raise SourceError(problems)
-        self.given: Mapping[str, PackedModule] = claim.modules
+        self.given: Mapping[str, GivenModule] = {
+            name: GivenModule(
+                shape=(part.stop - part.start, claim.modules[part.whole].shape[1]),
+                group_size=claim.modules[part.whole].group_size,
+            )
+            for name, part in self._parts.items()
+        }
         self.refinable = False
         infos = {
             name: TensorInfo(shape=location.entry.shape, dtype=DTYPES[location.entry.dtype])
             for name, location in self._locations.items()
         }
-        for module, packed_module in claim.modules.items():
-            infos[f"{module}.weight"] = TensorInfo(shape=packed_module.shape, dtype=torch.float32)
+        for module, given in self.given.items():
+            infos[f"{module}.weight"] = TensorInfo(shape=given.shape, dtype=torch.float32)
         # A tied head is compared with the embedding while the weights are read, but it is not a tensor of the model.
         beside = sorted(filter(architecture.is_beside, infos))
         self.tensors: Mapping[str, TensorInfo] = {
@@ -184,8 +188,16 @@ class HuggingFaceSource:
 
     def given_base(self, module: str) -> GivenBase:
         """The base plane of a module that is stored packed."""
+        part = self._parts[module]
+        if part.whole == module:
+            return self._stored_base(module)
+        if self._unpacked is None or self._unpacked[0] != part.whole:
+            self._unpacked = part.whole, self._stored_base(part.whole)
+        return part.of(self._unpacked[1])
+
+    def _stored_base(self, whole: str) -> GivenBase:
         assert self._packed is not None
-        return self._packed.base(self.given[module], self._read_stored)
+        return self._packed.base(self._wholes[whole], self._read_stored)
 
     def _read_stored(self, name: str) -> Tensor:
         return _read(self._locations.get(name) or self._packed_locations[name])
@@ -229,7 +241,7 @@ class HuggingFaceSource:
                     "Set it to false to use the stored head, or remove the tensor."
                 )
         if self._packed is not None:
-            packed_problems, notes = self._packed.judge(self.given, self._read_stored)
+            packed_problems, notes = self._packed.judge(self._wholes, self._read_stored)
             problems += packed_problems
             self.notes += [note for note in notes if note not in self.notes]
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode("utf-8"))
@@ -248,11 +260,11 @@ class HuggingFaceSource:
         return names
 
     def _choose(
-        self, stored: Mapping[str, Location], architecture: Architecture, claim: Claim, ignore_unknown: bool
+        self, stored: Mapping[str, Location], architecture: Architecture, packed: Collection[str], ignore_unknown: bool
     ) -> dict[str, Location]:
         """The plain tensors of the model among all that the files hold; the rest is dropped, noted, or a problem."""
         known = architecture.tensors()
-        given = claim.names | {f"{module}.weight" for module in claim.modules}
+        given = {*packed, *(f"{module}.weight" for module in self._parts)}
         chosen = {
             name: location
             for name, location in stored.items()
@@ -263,10 +275,10 @@ class HuggingFaceSource:
                 or (architecture.is_beside(name) and not DERIVED.search(name))
             )
         }
-        rest = [name for name in stored if name not in {*chosen, *claim.names} and not DERIVED.search(name)]
+        rest = [name for name in stored if name not in {*chosen, *packed} and not DERIVED.search(name)]
         # Old GPTQ writers gave every linear layer a bias, of zeros where the model has none.
         biases = [
-            name for name in rest if name.removesuffix(".bias") in claim.modules and not bool(_read(stored[name]).any())
+            name for name in rest if name.removesuffix(".bias") in self._parts and not bool(_read(stored[name]).any())
         ]
         if biases:
             self.notes.append(f"biases of zeros that the model does not have are left out: {listed(biases)}")
@@ -310,7 +322,7 @@ def _claimed(
     if packed.problems:
         raise SourceError(packed.problems)
     entries = {name: location.entry for name, location in stored.items()}
-    claim = packed.claim(entries, dict(architecture.modules(nested_head=True)))
+    claim = packed.claim(entries, stored_shapes(architecture))
     if claim.problems:
         raise SourceError(claim.problems)
     if not claim.modules:
@@ -382,11 +394,16 @@ def _find_tensors(folder: Path, weights: Files, notes: list[str]) -> tuple[dict[
     return tensors, problems
 
 
-def _split_fused(stored: Mapping[str, Location], architecture: Architecture) -> dict[str, Location]:
-    """Fused matrices as their parts. Raises `SourceError` naming all whose rows do not fit."""
+def _split_fused(
+    stored: Mapping[str, Location], architecture: Architecture, packed: Collection[str]
+) -> dict[str, Location]:
+    """Fused matrices as their parts, `packed` tensors as they are. Raises `SourceError` naming all that do not fit."""
     split: dict[str, Location] = {}
     problems: list[str] = []
     for name, location in stored.items():
+        if name in packed:
+            split[name] = location
+            continue
         try:
             entries = split_entry(name, location.entry, architecture)
         except SourceError as error:

@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from bitnest_format.architecture import Architecture
 from bitnest_format.checkpoint import NestedWeight, View, read_weight_map
 from bitnest_format.converters.export_formats import BITS, WORD_BITS, group_index, step, words_in_source_order
+from bitnest_format.converters.fused import Part, parts_of, stored_shapes
 from bitnest_format.converters.hf import INDEX_FILE
 from bitnest_format.errors import SourceError
 from bitnest_format.manifest import Module
@@ -48,9 +50,13 @@ def packing_method(folder: Path) -> str | None:
 
 
 class PackedFolder:
-    """The tensors of a folder, by name, read one at a time. Raises `SourceError` where it has no weights."""
+    """The tensors of a folder, by name, read one at a time. Raises `SourceError` where it has no weights.
 
-    def __init__(self, folder: Path):
+    `architecture` says which of its matrices are stored fused. `modules`: the linear layers that are packed, and which
+    rows of a stored matrix each is; None for matrices that the architecture does not know.
+    """
+
+    def __init__(self, folder: Path, architecture: Architecture):
         self.folder = folder
         self.config: Mapping[str, Any] = read_json(folder / "config.json")
         if (folder / INDEX_FILE).is_file():
@@ -62,12 +68,20 @@ class PackedFolder:
         if not self._files:
             raise SourceError(f"{folder}: no safetensors file")
         ends = (".qweight", ".weight_packed")
-        self.modules = {name.removesuffix(end): end for name in self._files for end in ends if name.endswith(end)}
+        # Matrices as they are stored, and how the names of their codes end.
+        self._wholes = {name.removesuffix(end): end for name in self._files for end in ends if name.endswith(end)}
+        self._shapes = stored_shapes(architecture)
+        parts = parts_of(self._shapes, architecture)
+        split = {part.whole for part in parts.values()}
+        self.modules: dict[str, Part | None] = {
+            name: part for name, part in parts.items() if part.whole in self._wholes
+        }
+        self.modules |= {name: None for name in self._wholes if name not in split}
 
     @property
     def plain(self) -> list[str]:
         """Tensors that belong to no packed module; biases do count."""
-        return [name for name in self._files if name.rpartition(".")[0] not in self.modules or name.endswith(".bias")]
+        return [name for name in self._files if name.rpartition(".")[0] not in self._wholes or name.endswith(".bias")]
 
     def read(self, name: str) -> Tensor:
         file = self._files[name]
@@ -79,22 +93,30 @@ class PackedFolder:
     def compare(self, name: str, module: Module, weight: NestedWeight) -> PackedModule | str:
         """One module beside the nested one of the same name, or why they cannot be compared."""
         outputs, inputs = module.shape
-        gptq = self.modules[name] == ".qweight"
-        stored = self.read(f"{name}{self.modules[name]}")
+        part = self.modules[name]
+        stored_as, rows = (name, slice(outputs)) if part is None else (part.whole, slice(part.start, part.stop))
+        if stored_as != name:
+            outputs = self._shapes[stored_as][0]
+        ending = self._wholes[stored_as]
+        gptq = ending == ".qweight"
+        stored = self.read(f"{stored_as}{ending}")
         words = stored.T if gptq else stored
         bits = words.shape[1] * WORD_BITS // inputs if words.dim() == 2 else 0
         view: View = "draft" if bits == BITS["draft"] else "target"
         if tuple(words.shape) != (outputs, inputs * BITS[view] // WORD_BITS):
             return f"is packed as {list(stored.shape)}, which is neither 4 nor 8 bits of {outputs} x {inputs} weights"
+        words = words[rows]
         if view == "target" and weight.refinement is None:
             return "holds 8 bits, and the nested checkpoint has no target view"
-        if f"{name}.weight_zero_point" in self._files or (gptq and not self._symmetric(f"{name}.qzeros", bits)):
+        if f"{stored_as}.weight_zero_point" in self._files or (
+            gptq and not self._symmetric(f"{stored_as}.qzeros", bits)
+        ):
             return "is asymmetric, which a base plane cannot be"
-        scale = self.read(f"{name}.scales").T if gptq else self.read(f"{name}.weight_scale")
+        scale = (self.read(f"{stored_as}.scales").T if gptq else self.read(f"{stored_as}.weight_scale"))[rows]
         groups = group_index(inputs, module.group_size, weight.permutation)
         index = groups
-        if gptq and f"{name}.g_idx" in self._files:
-            index = self.read(f"{name}.g_idx")
+        if gptq and f"{stored_as}.g_idx" in self._files:
+            index = self.read(f"{stored_as}.g_idx")
         elif scale.shape[1] != module.groups:
             index = torch.arange(inputs, dtype=torch.int32) // max(1, inputs // scale.shape[1])
         own = step(weight.scale, view)

@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from bitnest_format import shards
 from bitnest_format.checkpoint import Checkpoint
-from bitnest_format.converters.export import export
-from bitnest_format.converters.export_options import ExportOptions
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.pipeline import ConversionResult, convert
 from bitnest_format.converters.sources import open_source
@@ -155,27 +153,3 @@ def test_post_norms_take_no_rotation(model_type: str, saved: Callable[..., Any],
         "stream, and such norms cannot absorb R1. Pass --rotation none."
     ]
     assert not (folder.parent / "out").exists()
-
-
-def test_split_matrices_are_not_exported(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
-    folder = tiny_checkpoint(tmp_path / "model", model_type="phi3")
-    with pytest.raises(SourceError) as error:
-        export(folder, tmp_path / "out", ExportOptions(format="hf"))
-    assert error.value.problems == [
-        "phi3: other programs read self_attn.qkv_proj, mlp.gate_up_proj of such a model as one matrix, which is stored "
-        "here in parts; exports do not join them. Use the checkpoint with this package."
-    ]
-
-
-def test_quantized_fused_matrices_are_refused(saved: Callable[..., Any]) -> None:
-    _, folder = saved("phi3")
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
-    shards.write_json(
-        folder / "config.json", shards.read_json(folder / "config.json") | {"quantization_config": settings}
-    )
-    with pytest.raises(SourceError) as error:
-        open_source(folder)
-    assert error.value.problems == [
-        f"{folder}: phi3 models that are quantized already hold self_attn.qkv_proj, mlp.gate_up_proj as one matrix "
-        "each, which cannot be split here. Give the original model instead."
-    ]
