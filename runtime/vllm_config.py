@@ -26,10 +26,14 @@ from bitnest_format.errors import CheckpointError, UnsupportedModelError, UsageE
 from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
 from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module
 from bitnest_format.runtime.vllm_linear import NestedLinearMethod
-from bitnest_format.runtime.vllm_sharing import DRAFTER_PREFIX, SharedEmbeddingMethod
+from bitnest_format.runtime.vllm_sharing import (
+    DRAFT_METHOD,
+    DRAFTER_PREFIX,
+    SharedEmbeddingMethod,
+    is_drafter,
+)
 from bitnest_format.shards import read_json
 
-DRAFT_METHOD = f"{QUANT_METHOD}-draft"
 # The kernels' integer products and asynchronous copies need Ampere.
 MIN_CAPABILITY = 80
 
@@ -106,7 +110,7 @@ class BitnestConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is not fo
         if not self._checked:
             refuse(partition_problems(self.modules, get_tensor_model_parallel_world_size()))
             self._checked = True
-        shared = prefix.startswith(DRAFTER_PREFIX)
+        shared = is_drafter()
         name = prefix.removeprefix(DRAFTER_PREFIX)
         if isinstance(layer, RoutedExperts):
             if any(module.startswith(f"{name.rpartition('.')[0]}.") for module in self.modules):

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
@@ -39,7 +38,7 @@ from bitnest_format.kernels.reference import activation_scale
 from bitnest_format.kernels.reference_linear import code_type
 from bitnest_format.manifest import Module
 from bitnest_format.runtime.nested_product import NestedProduct
-from bitnest_format.runtime.vllm_sharing import adopt, offer
+from bitnest_format.runtime.vllm_sharing import adopt, base_planes_draft, offer
 from bitnest_format.shards import DTYPE_NAMES
 
 # A word of eight codes 0.
@@ -74,10 +73,10 @@ class NestedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not
         self.parts = parts
         self.view: View = view
         self.shared = shared
-        self.adopted = False
+        self.target: Any = None
         self.loaded: set[str] = set()
-        # A drafter that comes later reads the same words.
-        self.keep_words = get_current_vllm_config().speculative_config is not None
+        # Codes of one view are of no use to the other: target and drafter read the same words.
+        self.keep_words = base_planes_draft()
 
     def create_weights(
         self,
@@ -108,8 +107,9 @@ class NestedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not
         if any(module.permutation is not None for module in modules):
             shapes[PERMUTATION_SUFFIX] = (inputs,) if len(modules) == 1 else (len(modules), inputs)
         self.suffixes = tuple(shapes)
-        self.adopted = self.shared and adopt(self.source, self.name, layer, shapes)
-        if self.adopted:
+        if self.shared:
+            self.target = adopt(self.source, self.name, layer, shapes)
+        if self.target is not None:
             return
         for suffix, shape in shapes.items():
             dtype = torch.float32 if suffix == SCALE_SUFFIX else torch.int32
@@ -131,6 +131,8 @@ class NestedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not
         """
         stored = {suffix: getattr(layer, suffix) for suffix in self.suffixes}
         self._check_loaded(stored)
+        if self.target is not None and layer.bias is not None:
+            layer.bias = self.target.bias
         if isinstance(layer, ParallelLMHead):
             for suffix in stored.keys() & {BASE_SUFFIX, REFINEMENT_SUFFIX}:
                 stored[suffix].data[layer.num_org_embeddings_per_partition :] = ZERO_CODES
@@ -214,7 +216,7 @@ class NestedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not
             for suffix in stored
             if suffix != PERMUTATION_SUFFIX or module.permutation is not None
         }
-        if not self.adopted and (missing := sorted(wanted - self.loaded)):
+        if self.target is None and (missing := sorted(wanted - self.loaded)):
             raise CheckpointError(f"the weight files lack {', '.join(missing)}. Download the checkpoint again.")
 
     def _check_shape(self, layer: nn.Module, input_size: int, output_size: int) -> None:

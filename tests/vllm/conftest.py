@@ -75,16 +75,19 @@ def open_engine(folder: Path, **options: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def written() -> Callable[..., tuple[list[int], torch.Tensor]]:
-    """`(llm, prompt, count)` -> greedy tokens, and log probabilities float32 `[prompt - 1, V]` of the prompt."""
+    """`(llm, prompt, count, numbers=True)` -> greedy tokens, and log probabilities float32 `[prompt - 1, V]` of the
+    prompt where numbers are wanted."""
     return write
 
 
-def write(llm: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+def write(llm: Any, prompt: list[int], count: int, numbers: bool = True) -> tuple[list[int], torch.Tensor]:
     from vllm import SamplingParams
 
-    settings = SamplingParams(temperature=0, max_tokens=count, prompt_logprobs=-1, detokenize=False, ignore_eos=True)
+    options = {"prompt_logprobs": -1} if numbers else {}
+    settings = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True, **options)
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
-    rows = [[entry[token].logprob for token in range(len(entry))] for entry in answer.prompt_logprobs[1:]]
+    entries = answer.prompt_logprobs[1:] if numbers else []
+    rows = [[entry[token].logprob for token in range(len(entry))] for entry in entries]
     return list(answer.outputs[0].token_ids), torch.tensor(rows)
 
 
