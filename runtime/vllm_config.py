@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
-from bitnest_format.checkpoint import QUANT_METHOD, REFINEMENT_SUFFIX, View
+from bitnest_format.checkpoint import QUANT_METHOD, REFINEMENT_SUFFIX, Checkpoint, View
 from bitnest_format.errors import CheckpointError, UnsupportedModelError, UsageError
 from bitnest_format.families import ATTENTION_INPUTS, ATTENTION_OUTPUT, MLP_INPUTS, MLP_OUTPUT
 from bitnest_format.manifest import MANIFEST_FILE, Manifest, Module
@@ -93,6 +93,8 @@ class BitnestConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is not fo
                 f"{MANIFEST_FILE}: the only view is the draft, of 4 bits; the {self.view} view cannot be rebuilt. "
                 f"Serve the draft (--quantization {DRAFT_METHOD})."
             )
+        if Path(model_name).is_dir():
+            Checkpoint(Path(model_name), self.view)  # which looks for the files that its index names
         self.source = f"{model_name}@{commit}"
         self.modules = manifest.modules
 
@@ -110,8 +112,10 @@ class BitnestConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is not fo
         if not self._checked:
             refuse(partition_problems(self.modules, get_tensor_model_parallel_world_size()))
             self._checked = True
-        shared = is_drafter()
-        name = prefix.removeprefix(DRAFTER_PREFIX)
+        return self.layer_method(layer, prefix.removeprefix(DRAFTER_PREFIX))
+
+    def layer_method(self, layer: torch.nn.Module, name: str) -> QuantizeMethodBase | None:
+        """The same, for one layer by its name in a checkpoint."""
         if isinstance(layer, RoutedExperts):
             if any(module.startswith(f"{name.rpartition('.')[0]}.") for module in self.modules):
                 raise UnsupportedModelError(
@@ -120,11 +124,11 @@ class BitnestConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is not fo
             return None
         if isinstance(layer, LinearBase | ParallelLMHead):
             if parts := nested_parts(name, self.modules):
-                return NestedLinearMethod(self.source, parts, self.view, shared)
+                return NestedLinearMethod(self.source, parts, self.view, is_drafter())
             if isinstance(layer, LinearBase):
                 return UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding):
-            return SharedEmbeddingMethod(self.source, name, shared)
+            return SharedEmbeddingMethod(self.source, name, is_drafter())
         return None
 
 

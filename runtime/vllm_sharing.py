@@ -33,7 +33,7 @@ def is_drafter() -> bool:
 
 
 def base_planes_draft() -> bool:
-    """Whether the model that vLLM is making will be drafted for, or drafts, by the draft view of a nested checkpoint."""
+    """Whether vLLM was asked to draft by the draft view of a nested checkpoint, for or in the model it is making."""
     speculation = get_current_vllm_config().speculative_config
     drafter = None if speculation is None else speculation.draft_model_config
     return drafter is not None and drafter.quantization == DRAFT_METHOD

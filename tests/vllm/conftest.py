@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = ["test_*.py"]
+if importlib.util.find_spec("vllm"):
+    collect_ignore_glob = []
+    # Imported here, because tests import our modules while warnings are errors.
+    with warnings.catch_warnings(action="ignore"):
+        importlib.import_module("bitnest_format.runtime.vllm_loader")
 
 # Two workers on one memory node have to be told their cores; with one core, both get that one.
 CORES = sorted(os.sched_getaffinity(0))
@@ -91,7 +97,7 @@ def write(llm: Any, prompt: list[int], count: int, numbers: bool = True) -> tupl
     return list(answer.outputs[0].token_ids), torch.tensor(rows)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def program() -> Callable[[str], str]:
     """The path of a program of this environment."""
     return lambda name: str(Path(sys.executable).parent / name)
