@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bitnest_format import packing
 from bitnest_format.checkpoint import NestedWeight, View
 from bitnest_format.kernels.operands import Activations, DualPlaneWeight, scale_pairs
 from bitnest_format.kernels.ops import Ops, plain_ops, triton_ops
@@ -27,17 +28,21 @@ from bitnest_format.kernels.reference_linear import LinearWeight, nested_linear,
 class NestedProduct:
     """`y = x @ W.T + b` where W is the weight of `view`.
 
-    `weight`: the stored tensors, or on a CPU the codes of that one view, unpacked.
+    `weight`: the stored tensors, or on a CPU the codes of that one view, unpacked. `pairs`: the scales as tensor cores
+    take them, on a GPU.
     """
 
     view: View
     weight: NestedWeight | LinearWeight
+    pairs: Tensor | None = None
 
     @classmethod
     def of(cls, weight: NestedWeight, view: View, unpack: Literal["load", "call"]) -> NestedProduct:
         """For stored tensors on their own device. `unpack="load"`, on a CPU alone, keeps codes instead of words."""
         if unpack == "call":
-            return cls(view, weight)
+            group_inputs = packing.CODES_PER_WORD * weight.base.shape[1] // weight.scale.shape[1]
+            pairs = scale_pairs(weight.scale, group_inputs) if weight.scale.is_cuda else None
+            return cls(view, weight, pairs)
         prepared = prepare_linear(
             weight.base, weight.scale, weight.refinement, None, weight.permutation, views=(view,), unpack="load"
         )
@@ -58,9 +63,8 @@ class NestedProduct:
             assert codes is not None
             return unpacked_product(x, step, codes, self.weight.scale, bias, self.weight.permutation, self.view)
         weight = self.weight
-        return packed_product(
-            x, step, weight.base, weight.refinement, weight.scale, bias, weight.permutation, self.view
-        )
+        planes = (weight.base, weight.refinement, weight.scale, self.pairs)
+        return packed_product(x, step, *planes, bias, weight.permutation, self.view)
 
 
 @torch.library.custom_op("bitnest::unpacked_product", mutates_args=())
@@ -101,11 +105,15 @@ def packed_product(
     base: Tensor,
     refinement: Tensor | None,
     scale: Tensor,
+    pairs: Tensor | None,
     bias: Tensor | None,
     permutation: Tensor | None,
     view: str,
 ) -> Tensor:
-    """The product with int32 words `[O, I / 8]` and `scale` `[O, G]` as stored; `permutation` int32 `[I]`."""
+    """The product with int32 words `[O, I / 8]` and `scale` `[O, G]` as stored; `permutation` int32 `[I]`.
+
+    `pairs`: what `operands.scale_pairs` makes of `scale`, or None; only a GPU takes them.
+    """
     chosen: View = "draft" if view == "draft" else "target"
     rows = x.float()
     if x.is_cuda:
@@ -115,7 +123,7 @@ def packed_product(
             scale=scale,
             bias=None if bias is None else bias.float(),
             permutation=permutation,
-            scale_pairs=scale_pairs(scale, 8 * base.shape[1] // scale.shape[1]),
+            scale_pairs=pairs,
         )
         return kernel_product(triton_ops(), rows.contiguous(), step, weight, chosen)
     step = activation_scale(rows) if step is None else step
