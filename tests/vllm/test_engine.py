@@ -21,6 +21,7 @@ TOKENS = 48
 # makes a whole step of it, of which a model of two layers has too few inputs to show one.
 CLOSE = {"rtol": 2e-6, "atol": 2e-5}
 DRAFT = {"quantization": "bitnest-draft"}
+NESTED = {"method": "draft_model", "quantization": "bitnest-draft", "num_speculative_tokens": 4}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # Without a warm-up, vLLM's CPU runner lacks the buffers between stages, so `enforce_eager` is not for pipelines.
 TWO_STAGES = {
@@ -80,15 +81,24 @@ def test_draft_view(options, tiny_checkpoint, engine, written, tmp_path):
 @pytest.mark.parametrize(
     ("view", "options"),
     [("target", TWO_RANKS), ("draft", {**TWO_STAGES, **DRAFT})],
-    ids=["two ranks", "draft in two stages"],
+    ids=["target drafted for on two ranks", "draft in two stages"],
 )
 def test_two_processes(view, options, tiny_checkpoint, engine, written, tmp_path):
+    """On two ranks, the target's own base planes draft for it; in two stages, the draft view stands alone."""
     folder = tiny_checkpoint(tmp_path / "model", eos_token_id=None, nested_head=True, attention_bias=True)
     tokens, numbers = expected(folder, view)
-    with engine(folder, **options) as llm:
+    if view == "target":
+        ranks = options["tensor_parallel_size"]
+        options = {
+            **options,
+            "speculative_config": {**NESTED, "model": str(folder), "draft_tensor_parallel_size": ranks},
+        }
+    with engine(folder, disable_log_stats=False, **options) as llm:
         got, logprobs = written(llm, PROMPT[0].tolist(), TOKENS)
+        metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     assert got == tokens
     torch.testing.assert_close(logprobs, numbers, **CLOSE)
+    assert (metrics.get("vllm:spec_decode_num_accepted_tokens", 0) > 0) == (view == "target")
 
 
 def test_draft_needs_no_refinement_files(tiny_checkpoint, engine, written, tmp_path):

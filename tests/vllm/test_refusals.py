@@ -118,7 +118,8 @@ def test_target_of_a_draft_only_checkpoint(tiny_checkpoint, engine, tmp_path):
     )
 
 
-def test_repository_without_manifest():
+def test_repository_without_manifest(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError) as caught:
         BitnestConfig("target").maybe_update_config("nobody/nothing")
     assert str(caught.value) == (

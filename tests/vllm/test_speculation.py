@@ -62,14 +62,3 @@ def test_a_model_of_its_own_drafts_too(tiny_checkpoint, engine, written, tmp_pat
         held = {parameter.data_ptr() for parameter in runner(llm).model.parameters()}
         assert all(parameter.data_ptr() not in held for parameter in runner(llm).drafter.model.parameters())
     assert together == alone
-
-
-def test_drafts_on_two_ranks(tiny_checkpoint, engine, written, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", eos_token_id=None)
-    with engine(folder) as llm:
-        alone, _ = written(llm, PROMPT, TOKENS, numbers=False)
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with engine(folder, **ranks, **drafting(folder, draft_tensor_parallel_size=2)) as llm:
-        together, _ = written(llm, PROMPT, TOKENS, numbers=False)
-        assert counters(llm)["accepted_tokens"] > 0
-    assert together == alone
