@@ -31,6 +31,7 @@ import torch
 from bitnest_format.architecture import read_architecture
 from bitnest_format.converters import gptq_solver, pipeline, quantize, work_folder
 from bitnest_format.converters.float_model import FloatModel
+from bitnest_format.converters.folded_source import FoldedSource
 from bitnest_format.converters.hf import HuggingFaceSource
 from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.pipeline import ConversionResult, convert
@@ -50,7 +51,7 @@ STAGES: tuple[tuple[str, Any, str], ...] = (
     ("preflight (reads and hashes the source)", pipeline, "preflight"),
     ("rotation", pipeline, "make_rotation"),
     ("read (beside, on a GPU)", HuggingFaceSource, "read"),
-    ("fold layers", pipeline._Conversion, "_folded_layer"),
+    ("fold layers", FoldedSource, "fold_layer"),
     ("calibrate (forward and Hessians)", FloatModel, "run_layer"),
     ("quantize layers", pipeline._Conversion, "_quantize_layer"),
     ("  factor", quantize, "inverse_factor"),

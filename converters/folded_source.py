@@ -1,10 +1,15 @@
-"""A full-precision source as a nested checkpoint with a given rotation would hold it: folded, tensor by tensor."""
+"""A source's tensors as a nested checkpoint holds them: rotated, in the types of the source.
+
+A conversion reads, calibrates on and stores what comes from here; `diff` compares a checkpoint with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from bitnest_format.architecture import Architecture
@@ -16,16 +21,19 @@ from bitnest_format.converters.rotation import (
     rotate_embedding,
     rotate_head,
     rotate_layer,
+    rotate_outputs,
 )
 from bitnest_format.errors import SourceError
 from bitnest_format.manifest import Manifest
-from bitnest_format.shards import file_sha256
+from bitnest_format.shards import DTYPE_NAMES, Pending, file_sha256, tensor_bytes
 
 FOLD_ROWS = 2048
 SEEDED = ("random", "hadamard")
 
 # The rows of a tensor in order, float32, some at a time.
 Pieces = Callable[[], Iterator[Tensor]]
+# Rotates some rows of the embedding or the head.
+Fold = Callable[[Tensor, Rotation], Tensor]
 
 
 def recorded_rotation(manifest: Manifest, file: Path | None, architecture: Architecture) -> tuple[Rotation | None, str]:
@@ -68,40 +76,131 @@ def whole(tensor: Tensor) -> Pieces:
 
 
 class FoldedSource:
-    """The tensors of `source` with `rotation` folded in, in forward order, as a conversion stores or quantizes them.
+    """The tensors of `source` with `rotation` folded in, computed on `device` in float64.
 
-    One layer in float64 is held at a time, and one embedding matrix in its stored type.
+    Holds one embedding or head as the source stores it at a time (`matrix`), until `release`.
     """
 
-    def __init__(self, source: Source, architecture: Architecture, rotation: Rotation | None):
+    def __init__(self, source: Source, architecture: Architecture, rotation: Rotation | None, device: str = "cpu"):
         self.source = source
         self.architecture = architecture
-        self.rotation = rotation
+        self.rotation = rotation.to(device) if rotation else None
+        self.device = device
+        self.held: dict[str, Tensor] = {}
+
+    # Layers
+
+    def fold_layer(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's `tensors`, by full name and as the source stores them: rotated, float32 on the device."""
+        tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        if self.rotation is None:
+            return {name: tensor.float() for name, tensor in tensors.items()}
+        folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
+        return {name: tensor.float() for name, tensor in folded}
+
+    # Around the layers
+
+    @property
+    def head_matrix(self) -> str:
+        """The source's tensor that the head is made of."""
+        return self.architecture.embedding if self.architecture.tied_embeddings else self.architecture.head
+
+    def head(self) -> tuple[str, Fold]:
+        """That tensor, and how its rows are rotated."""
+        gain = self.source.read(self.architecture.final_norm).to(self.device).double()
+        gain += self.architecture.family.norm_offset
+        return self.head_matrix, lambda rows, rotation: rotate_head(rows, gain, rotation)
+
+    def final_norm(self) -> Tensor:
+        """The final norm's gains as they are to be stored, on the device."""
+        gain = self.source.read(self.architecture.final_norm).to(self.device)
+        return gain if self.rotation is None else torch.ones_like(gain) - self.architecture.family.norm_offset
+
+    def matrix(self, name: str) -> Tensor:
+        """The embedding or the head as the source stores it. The latest one is kept until `release`."""
+        if name not in self.held:
+            self.release()
+            self.held = {name: self.source.read(name)}
+        return self.held[name]
+
+    def release(self) -> None:
+        self.held = {}
+
+    def fold_rows(self, rows: Tensor, fold: Fold) -> Tensor:
+        """Some rows of the embedding or the head, float32 on the device."""
+        rows = rows.to(self.device)
+        return rows.float() if self.rotation is None else fold(rows, self.rotation).float()
+
+    def folded(self, name: str, fold: Fold) -> Iterator[Tensor]:
+        """All rows of such a matrix, some at a time."""
+        return (self.fold_rows(rows, fold) for rows in self.matrix(name).split(FOLD_ROWS))
+
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        """The rows of some token ids `[n]`: float32 `[n, H]`."""
+        rows = self.matrix(self.architecture.embedding)[ids]
+        return torch.cat([self.fold_rows(some, rotate_embedding) for some in rows.split(FOLD_ROWS)])
+
+    def names_beside(self) -> list[str]:
+        """The tensors that belong to the model but not to its language model."""
+        return [name for name in self.source.tensors if self.architecture.is_beside(name)]
+
+    def turned(self) -> list[str]:
+        """Those of them that are rotated with it."""
+        if self.rotation is None:
+            return []
+        return [name for name in self.names_beside() if self.architecture.enters_stream(name)]
+
+    # What is stored
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        """An unquantized tensor in its source type, on the CPU. Raises `SourceError` where it does not fit."""
+        dtype = self.source.tensors[name].dtype
+        kept = tensor.to(dtype)
+        if not bool(torch.isfinite(kept).all()):
+            raise SourceError(
+                f"{name}: its largest magnitude, {float(tensor.abs().max()):g}, does not fit {dtype}; "
+                "convert a bfloat16 or float32 copy of the model"
+            )
+        return kept.cpu()
+
+    def pending_matrix(self, name: str, fold: Fold) -> Pending:
+        """A big matrix that is folded piecewise as it is written, so that only the source's copy is ever whole."""
+
+        def chunks() -> Iterator[memoryview]:
+            for rows in self.folded(name, fold):
+                yield tensor_bytes(self.kept(name, rows))
+
+        return self._pending(name, chunks)
+
+    def pending_beside(self, name: str) -> Pending:
+        """A tensor beside the language model as it is, or turned where its outputs enter the residual stream."""
+        rotation = self.rotation if self.architecture.enters_stream(name) else None
+
+        def chunks() -> Iterator[memoryview]:
+            tensor = self.source.read(name)
+            if rotation is not None:
+                tensor = self.kept(name, rotate_outputs(tensor.to(self.device), rotation).float())
+            yield tensor_bytes(tensor)
+
+        return self._pending(name, chunks)
+
+    def _pending(self, name: str, chunks: Callable[[], Iterator[memoryview]]) -> Pending:
+        info = self.source.tensors[name]
+        return Pending(DTYPE_NAMES[info.dtype], info.shape, info.dtype.itemsize * math.prod(info.shape), chunks)
+
+    # What is compared
 
     def tensors(self) -> Iterator[tuple[str, Pieces]]:
-        """Every tensor by name; a tied model has a head of its own all the same, since a checkpoint may have one."""
+        """Every tensor of the language model by name, in forward order.
+
+        A tied model has a head of its own all the same, since a checkpoint may have one.
+        """
         architecture = self.architecture
-        yield architecture.embedding, self._rows(architecture.embedding, rotate_embedding)
+        yield architecture.embedding, lambda: self.folded(architecture.embedding, rotate_embedding)
+        self.release()
         for layer in range(architecture.layers):
-            for name, tensor in self._layer(layer):
+            tensors = {name: self.source.read(name) for name in architecture.layer_tensors(layer)}
+            for name, tensor in self.fold_layer(layer, tensors).items():
                 yield name, whole(tensor)
-        norm = self.source.read(architecture.final_norm)
-        stored_norm = norm.float() if self.rotation is None else norm.new_ones(norm.shape).float()
-        yield architecture.final_norm, whole(stored_norm)
-        name = architecture.embedding if architecture.tied_embeddings else architecture.head
-        yield architecture.head, self._rows(name, lambda rows, rotation: rotate_head(rows, norm, rotation))
-
-    def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        tensors = {name: self.source.read(name) for name in self.architecture.layer_tensors(layer)}
-        if self.rotation is None:
-            yield from ((name, tensor.float()) for name, tensor in tensors.items())
-        else:
-            folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
-            yield from ((name, tensor.float()) for name, tensor in folded)
-
-    def _rows(self, name: str, fold: Callable[[Tensor, Rotation], Tensor]) -> Pieces:
-        def pieces() -> Iterator[Tensor]:
-            for rows in self.source.read(name).split(FOLD_ROWS):
-                yield rows.float() if self.rotation is None else fold(rows, self.rotation).float()
-
-        return pieces
+        yield architecture.final_norm, whole(self.final_norm().float())
+        yield architecture.head, lambda: self.folded(*self.head())

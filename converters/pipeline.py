@@ -14,7 +14,6 @@ Hessians, the calibration activations, and one embedding matrix at a time, besid
 from __future__ import annotations
 
 import errno
-import math
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -28,10 +27,11 @@ from torch import Tensor
 
 from bitnest_format import __version__
 from bitnest_format.architecture import Architecture, read_architecture
-from bitnest_format.checkpoint import PERMUTATION_FEATURE, CheckpointWriter, checkpoint_config
-from bitnest_format.converters.base import BaseSource, GivenBase, Provenance, Source, given_modules
+from bitnest_format.checkpoint import PERMUTATION_FEATURE, CheckpointWriter
+from bitnest_format.converters.base import BaseSource, GivenBase, Source, given_modules
 from bitnest_format.converters.calibration import Calibration, load_calibration
 from bitnest_format.converters.float_model import FloatModel
+from bitnest_format.converters.folded_source import FoldedSource
 from bitnest_format.converters.learn import learned_rotation, learning_remarks
 from bitnest_format.converters.memory import release_freed_memory
 from bitnest_format.converters.options import ConvertOptions
@@ -56,30 +56,18 @@ from bitnest_format.converters.quantize import (
     stored_planes,
 )
 from bitnest_format.converters.ranks import ALONE, Ranks
-from bitnest_format.converters.rotation import (
-    FOLDED_BEFORE,
-    Rotation,
-    make_rotation,
-    rotate_embedding,
-    rotate_head,
-    rotate_layer,
-    rotate_outputs,
-)
+from bitnest_format.converters.records import nesting_record, rotation_record, source_record, stored_config
+from bitnest_format.converters.rotation import Rotation, make_rotation, rotate_embedding
 from bitnest_format.converters.rotation_file import write_rotation_file
 from bitnest_format.converters.work_folder import Part, WorkFolder
-from bitnest_format.errors import BitnestError, SourceError
+from bitnest_format.errors import BitnestError
 from bitnest_format.manifest import Manifest, Module
-from bitnest_format.shards import DTYPE_NAMES, Pending, pending_tensor, tensor_bytes
+from bitnest_format.shards import Pending, pending_tensor
 
 Progress = Callable[[str, int, int], None]
-# Rotates some rows of the embedding or the head.
-Fold = Callable[[Tensor, Rotation], Tensor]
 
-FOLD_ROWS = 2048
 HEAD_PART = "head"
 BESIDE_PART = "beside"
-# The base method of modules whose codes and scales are those of a quantized source.
-GIVEN = "given"
 STARVED = (
     "too few calibration tokens reached these experts, so they were rounded to nearest; more calibration text may help"
 )
@@ -200,15 +188,8 @@ def _fingerprint(plan: Plan, options: ConvertOptions, rotation: Rotation | None)
         "source": plan.fingerprint,
         "reference": plan.reference_fingerprint,
         "options": options.fingerprint_fields(),
-        "rotation": _rotation_record(options, rotation),
+        "rotation": rotation_record(options, rotation),
     }
-
-
-def _rotation_record(options: ConvertOptions, rotation: Rotation | None) -> dict[str, Any] | None:
-    """The manifest's `rotation` entry."""
-    if options.rotation == "folded":
-        return dict(FOLDED_BEFORE)
-    return rotation.record() if rotation else None
 
 
 def _calibration(options: ConvertOptions, tokenizer: Path, architecture: Architecture) -> Calibration:
@@ -241,15 +222,13 @@ class _Conversion:
         self.architecture = architecture
         self.plan = plan
         self.options = options
-        self.rotation = rotation.to(options.device) if rotation else None
+        self.folded = FoldedSource(source, architecture, rotation, options.device)
         self.nested_head = options.quantize_lm_head
         self.calibration = calibration
         self.work = work
         self.finished = finished
         self.report = report
         self.ranks = ranks
-        # The embedding or the head, as the source stores it: read once for all that is made of it.
-        self._held: dict[str, Tensor] = {}
         self.warnings: list[str] = list(source.notes)
         if options.learns and rotation is not None:
             self.warnings += learning_remarks(rotation)
@@ -277,16 +256,16 @@ class _Conversion:
         layers = self.architecture.layers
         needed = self._layers_needed()
         if model and self.calibration and needed:
-            model.embed(self.calibration.input_ids, self._embedding_rows)
+            model.embed(self.calibration.input_ids, self.folded.embedding_rows)
             if self.ranks.first:
-                self._write_outer_parts(self._held)
-            self._held = {}
+                self._write_outer_parts(self.folded.held)
+            self.folded.release()
         missing = [layer for layer in range(layers) if _layer_part(layer) not in self.finished]
         written: Future[None] | None = None
         for layer, tensors in self._read_layers(range(needed) if model else missing, reader):
             self.report("quantizing layers", layer, layers)
             name = _layer_part(layer)
-            weights = self._folded_layer(layer, tensors)
+            weights = self.folded.fold_layer(layer, tensors)
             del tensors
             release_freed_memory()
             # Linear layers that read the same input share one Hessian and are solved as one matrix.
@@ -339,7 +318,7 @@ class _Conversion:
 
     def _write_nested_head(self, model: FloatModel | None) -> None:
         if HEAD_PART not in self.finished:
-            norm = self._final_norm()
+            norm = self.folded.final_norm()
             hessian = model.final_hessian(norm.float()) if model else None
             if model:
                 # The calibration activations have served; their memory is needed now.
@@ -355,8 +334,8 @@ class _Conversion:
         given = self._given_base(head_module)
         if given is not None and self.plan.draft_only:
             return self._draft_head(norm, given)
-        name, fold = self._head_source()
-        matrix = self._matrix(name)
+        name, fold = self.folded.head()
+        matrix = self.folded.matrix(name)
         chunks = matrix.split(rows_at_once(matrix.shape[1], self.options.device))
 
         def progress(done: int) -> None:
@@ -364,7 +343,7 @@ class _Conversion:
 
         solved = quantize_in_pieces(
             head_module,
-            lambda: (self._folded_rows(rows, fold) for rows in chunks),
+            lambda: (self.folded.fold_rows(rows, fold) for rows in chunks),
             hessian,
             self.plan.group_sizes[head_module],
             self.options,
@@ -373,7 +352,7 @@ class _Conversion:
         )
         progress(len(chunks))
         return Part(
-            base={final_norm: pending_tensor(self._kept(final_norm, norm)), **_pending(solved.base)},
+            base={final_norm: pending_tensor(self.folded.kept(final_norm, norm)), **_pending(solved.base)},
             refinement=_pending(solved.refinement),
             modules={head_module: solved.record},
             warnings=solved.remarks,
@@ -391,17 +370,9 @@ class _Conversion:
             bias=None,
         )
         return Part(
-            base={final_norm: pending_tensor(self._kept(final_norm, norm)), **_pending(planes)},
+            base={final_norm: pending_tensor(self.folded.kept(final_norm, norm)), **_pending(planes)},
             modules={head_module: record},
         )
-
-    def _folded_layer(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The layer's `tensors`, by full name, rotated in float64 and cast to float32 on the device, or as stored."""
-        tensors = {name: tensor.to(self.options.device) for name, tensor in tensors.items()}
-        if self.rotation is None:
-            return {name: tensor.float() for name, tensor in tensors.items()}
-        folded = rotate_layer(tensors, layer, self.architecture, self.rotation)
-        return {name: tensor.float() for name, tensor in folded}
 
     def _given_base(self, module: str) -> GivenBase | None:
         """A module's base plane on the device, where the source brings one."""
@@ -450,7 +421,7 @@ class _Conversion:
                     group_size=self.plan.group_sizes[name],
                     bias=f"{name}.bias" if f"{name}.bias" in weights else None,
                 )
-        part.base |= {name: pending_tensor(self._kept(name, tensor)) for name, tensor in weights.items()}
+        part.base |= {name: pending_tensor(self.folded.kept(name, tensor)) for name, tensor in weights.items()}
         return lambda: part
 
     def _quantize_layer(
@@ -485,7 +456,7 @@ class _Conversion:
         if self.ranks.first:
             for name in self.architecture.layer_tensors(layer):
                 if name.removesuffix(".weight") not in records:
-                    part.base[name] = pending_tensor(self._kept(name, weights[name]))
+                    part.base[name] = pending_tensor(self.folded.kept(name, weights[name]))
 
         def complete() -> Part:
             part.modules |= {name: record() for name, record in records.items()}
@@ -493,50 +464,27 @@ class _Conversion:
 
         return complete
 
-    def _kept(self, name: str, tensor: Tensor) -> Tensor:
-        """An unquantized tensor in its source type, on the CPU. Raises `SourceError` where it does not fit."""
-        dtype = self.source.tensors[name].dtype
-        kept = tensor.to(dtype)
-        if not bool(torch.isfinite(kept).all()):
-            raise SourceError(
-                f"{name}: its largest magnitude, {float(tensor.abs().max()):g}, does not fit {dtype}; "
-                "convert a bfloat16 or float32 copy of the model"
-            )
-        return kept.cpu()
-
-    def _embedding_rows(self, ids: Tensor) -> Tensor:
-        """Rotated embedding rows of some token ids, float32."""
-        rows = self._matrix(self.architecture.embedding)[ids]
-        return torch.cat([self._folded_rows(some, rotate_embedding) for some in rows.split(FOLD_ROWS)])
-
-    def _matrix(self, name: str) -> Tensor:
-        """The embedding or the head as the source stores it. The latest one is kept until `_held` is emptied."""
-        if name not in self._held:
-            self._held = {}
-            self._held = {name: self.source.read(name)}
-        return self._held[name]
-
     def _outer_parts(self) -> Iterator[tuple[str, str, Callable[[], Part]]]:
         """The parts around the layers: their names, the matrix that each is made of, and how."""
 
         def embedding() -> Part:
             name = self.architecture.embedding
-            return Part(base={name: self._fold_matrix(name, rotate_embedding)})
+            return Part(base={name: self.folded.pending_matrix(name, rotate_embedding)})
 
         def final() -> Part:
             name = self.architecture.final_norm
-            part = Part(base={name: pending_tensor(self._kept(name, self._final_norm()))})
-            if self.rotation is not None or not self.architecture.tied_embeddings:
-                part.base[self.architecture.head] = self._fold_matrix(*self._head_source())
+            part = Part(base={name: pending_tensor(self.folded.kept(name, self.folded.final_norm()))})
+            if self.folded.rotation is not None or not self.architecture.tied_embeddings:
+                part.base[self.architecture.head] = self.folded.pending_matrix(*self.folded.head())
             return part
 
         def beside() -> Part:
-            return Part(base={name: self._beside(name) for name in self._names_beside()})
+            return Part(base={name: self.folded.pending_beside(name) for name in self.folded.names_beside()})
 
         yield "embedding", self.architecture.embedding, embedding
         if not self.nested_head:
-            yield HEAD_PART, self._head_matrix(), final
-        if self._names_beside():
+            yield HEAD_PART, self.folded.head_matrix, final
+        if self.folded.names_beside():
             yield BESIDE_PART, BESIDE_PART, beside
 
     def _write_outer_parts(self, matrices: Container[str]) -> None:
@@ -546,61 +494,14 @@ class _Conversion:
                 self.work.write(name, build())
                 self.finished.add(name)
 
-    def _head_matrix(self) -> str:
-        """The source's tensor that the head is made of."""
-        return self.architecture.embedding if self.architecture.tied_embeddings else self.architecture.head
-
-    def _names_beside(self) -> list[str]:
-        """The tensors that belong to the model but not to its language model."""
-        return [name for name in self.source.tensors if self.architecture.is_beside(name)]
-
-    def _beside(self, name: str) -> Pending:
-        """Such a tensor as it is, or turned where its outputs enter the residual stream."""
-        info = self.source.tensors[name]
-        rotation = self.rotation if self.architecture.enters_stream(name) else None
-
-        def chunks() -> Iterator[memoryview]:
-            tensor = self.source.read(name)
-            if rotation is not None:
-                tensor = self._kept(name, rotate_outputs(tensor.to(self.options.device), rotation).float())
-            yield tensor_bytes(tensor)
-
-        return Pending(DTYPE_NAMES[info.dtype], info.shape, info.dtype.itemsize * math.prod(info.shape), chunks)
-
-    def _final_norm(self) -> Tensor:
-        """The final norm's gains as they are to be stored."""
-        gain = self.source.read(self.architecture.final_norm).to(self.options.device)
-        return gain if self.rotation is None else torch.ones_like(gain) - self.architecture.family.norm_offset
-
-    def _head_source(self) -> tuple[str, Fold]:
-        """The source's tensor that the head is made of, and how its rows are rotated."""
-        gain = self.source.read(self.architecture.final_norm).to(self.options.device).double()
-        gain += self.architecture.family.norm_offset
-        return self._head_matrix(), lambda rows, rotation: rotate_head(rows, gain, rotation)
-
-    def _fold_matrix(self, name: str, fold: Fold) -> Pending:
-        """A big matrix that is folded piecewise as it is written, so that only the source's copy is ever whole."""
-        info = self.source.tensors[name]
-
-        def chunks() -> Iterator[memoryview]:
-            for rows in self._matrix(name).split(FOLD_ROWS):
-                yield tensor_bytes(self._kept(name, self._folded_rows(rows, fold)))
-
-        size = info.dtype.itemsize * math.prod(info.shape)
-        return Pending(DTYPE_NAMES[info.dtype], info.shape, size, chunks)
-
-    def _folded_rows(self, rows: Tensor, fold: Fold) -> Tensor:
-        rows = rows.to(self.options.device)
-        return rows.float() if self.rotation is None else fold(rows, self.rotation).float()
-
     def assemble(self, side_files: list[str]) -> Manifest:
         """Join the parts into shards and write indexes, config and manifest into the work folder."""
         release_freed_memory()
         self.report("writing the checkpoint", 0, 1)
-        self._write_outer_parts({self.architecture.embedding, self._head_matrix(), BESIDE_PART})
-        self._held = {}
+        self._write_outer_parts({self.architecture.embedding, self.folded.head_matrix, BESIDE_PART})
+        self.folded.release()
         order = ["embedding", *map(_layer_part, range(self.architecture.layers)), HEAD_PART]
-        order += [BESIDE_PART] if self._names_beside() else []
+        order += [BESIDE_PART] if self.folded.names_beside() else []
         writer = CheckpointWriter(self.work.checkpoint, self.options.shard_bytes)
         modules: dict[str, Module] = {}
         for name in order:
@@ -615,84 +516,22 @@ class _Conversion:
             required_features=(PERMUTATION_FEATURE,) if permuted else (),
             views=("draft",) if self.plan.draft_only else ("draft", "target"),
             created_by={"name": "bitnest-format", "version": __version__},
-            nesting=_nesting_record(self.options, self.plan, self.source),
+            nesting=nesting_record(self.options, self.plan, self.source),
             activation={"bits": 8, "granularity": "token", "symmetric": True},
             kv_cache={"base_bits": 4, "refinement_bits": 4, "granularity": "token_head"},
             speculation={"gamma": 4},
-            rotation=self._rotation_record(),
-            source=_source_record(self.source.provenance, self.plan),
+            rotation=rotation_record(self.options, self.folded.rotation, self.folded.turned()),
+            source=source_record(self.source.provenance, self.plan),
             calibration=self.calibration.record() if self.calibration else None,
             modules=modules,
             unquantized=tuple(name for name in writer.base if name not in quantized),
             files={},
         )
-        written = writer.finish(manifest, self._config(), side_files)
+        untied = self.folded.rotation is not None or self.nested_head
+        config = stored_config(self.source.config, self.architecture, untied=untied)
+        written = writer.finish(manifest, config, side_files)
         self.report("writing the checkpoint", 1, 1)
         return written
-
-    def _rotation_record(self) -> dict[str, Any] | None:
-        record = _rotation_record(self.options, self.rotation)
-        turned = [name for name in self._names_beside() if self.architecture.enters_stream(name)]
-        return {**record, "turned": turned} if record is not None and self.rotation is not None and turned else record
-
-    def _config(self) -> dict[str, Any]:
-        config = checkpoint_config(self.source.config)
-        wrapped = config["model_type"] != self.architecture.family.model_type
-        if self.rotation is not None or self.nested_head:
-            config["tie_word_embeddings"] = False
-            if isinstance(config.get("text_config"), Mapping):
-                config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
-        if wrapped or self.architecture.local_rope is not None:
-            return config
-        # Both spellings of the rotary settings, so that old and new readers find the same numbers.
-        rope = dict(self.architecture.rope)
-        config["rope_theta"] = rope["rope_theta"]
-        config["rope_parameters"] = rope
-        return config
-
-
-def _nesting_record(options: ConvertOptions, plan: Plan, source: Source) -> dict[str, Any]:
-    """The manifest's `nesting` entry; settings that the chosen methods do not use are left out."""
-    given = given_modules(source)
-    found = [name for name in plan.modules if name not in given]
-    base_method: str = options.base
-    if given:
-        base_method = GIVEN if not found else f"{GIVEN}; {', '.join(found)}: {options.base}"
-    record: dict[str, Any] = {
-        "base_bits": 4,
-        "refinement_bits": 4,
-        "group_size": plan.preferred_group_size,
-        "base_method": base_method,
-        "base_bound": None,
-        "refine_method": None if plan.draft_only else options.refinement,
-    }
-    if found:
-        record["scale_search"] = options.scale_search
-    if found and options.base == "gptq":
-        record |= {"base_bound": options.base_bound, "base_sweeps": options.base_sweeps}
-    feedback = record["refine_method"] == "feedback"
-    if feedback or (found and options.base == "gptq"):
-        record["damping"] = options.damping
-    if feedback:
-        record["refinement_sweeps"] = options.refinement_sweeps
-    return record
-
-
-def _source_record(provenance: Provenance, plan: Plan) -> dict[str, Any]:
-    record = {**_provenance_record(provenance), "fingerprint": plan.fingerprint}
-    if provenance.reference is not None:
-        reference = _provenance_record(provenance.reference)
-        record["reference"] = {**reference, "fingerprint": plan.reference_fingerprint}
-    return record
-
-
-def _provenance_record(provenance: Provenance) -> dict[str, Any]:
-    return {
-        "kind": provenance.kind,
-        "name": provenance.name,
-        "revision": provenance.revision,
-        "license": provenance.license,
-    }
 
 
 def _starved_remarks(architecture: Architecture, layer: int, hessians: Mapping[str, Tensor]) -> list[str]:

@@ -49,7 +49,7 @@ def test_what_matters_most_comes_first(
     options = rotations._parser().parse_args(["--source", str(tmp_path), *needed, "--seeds", "2"])
     names = [job[0] for job in rotations._jobs(options)]
     assert names[: len(expected)] == expected
-    assert names[-6:] == ["losses", *(f"learn, {steps} steps at {rate}" for steps, rate in rotations.LEARNED_OTHERWISE)]
+    assert names[-7:] == ["losses", *(f"learn, {steps} steps at {rate}" for steps, rate in rotations.LEARNED_OTHERWISE)]
 
 
 def test_report_gives_rows_ranges_and_losses(rotations: ModuleType) -> None:

@@ -148,8 +148,9 @@ def test_rotations_that_differ(model_folder, tmp_path):
         {"model_type": "qwen2"},
         {"model_type": "qwen3", "tied": True, "head_dim": 128},
         {"model_type": "mistral", "intermediate_size": 576},
+        {"model_type": "gemma", "tied": True},
     ],
-    ids=["llama-tied", "qwen2", "qwen3-tied", "mistral"],
+    ids=["llama-tied", "qwen2", "qwen3-tied", "mistral", "gemma-tied"],
 )
 def test_a_checkpoint_against_its_source(model_folder, tmp_path, model, rotation):
     """Measured again from the source, errors are those that the conversion recorded."""
