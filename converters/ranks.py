@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -81,10 +81,23 @@ class TorchRanks(Ranks):
         torch.distributed.all_reduce(tensor)
 
     def once(self, work: Callable[[], Value]) -> Value:
-        values = [work() if self.first else None]
+        """Raises `FailedElsewhere` on the other ranks where the work raises: they are told, not left to lose rank 0."""
+        done: list[Any] = [False, None]
+        if self.first:
+            try:
+                done = [True, work()]
+            except Exception:
+                with suppress(RuntimeError):
+                    self._tell(done)
+                raise
+        self._tell(done)
+        if not done[0]:
+            raise FailedElsewhere
+        result: Value = done[1]
+        return result
+
+    def _tell(self, values: list[Any]) -> None:
         torch.distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-        received: Any = values[0]
-        return received
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -121,6 +134,8 @@ def joined(device: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     try:
         yield TorchRanks()
         torch.distributed.barrier()
+    except FailedElsewhere:
+        raise
     except (BitnestError, OSError) as error:
         if not _fails_first():
             raise FailedElsewhere from error

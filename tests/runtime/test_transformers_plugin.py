@@ -169,6 +169,7 @@ def edit_json(path: Path, edit: Callable[[Any], object]) -> None:
         {"model_type": "mistral", "nested_head": True},
         {"model_type": "qwen2", "tied": True, "group_size": -1},
         {"model_type": "gemma"},
+        {"model_type": "gemma2", "tied": True},
         {"model_type": "gemma3_text"},
         {"model_type": "qwen3", "intermediate_size": 480, "plain": "model.layers.0.self_attn.o_proj"},
     ],
@@ -178,6 +179,7 @@ def edit_json(path: Path, edit: Callable[[Any], object]) -> None:
         "nested head",
         "tied, a group a row",
         "gemma",
+        "gemma 2",
         "gemma 3",
         "mixed groups, a plain layer",
     ],
@@ -271,9 +273,12 @@ def test_speculative_text_is_that_of_the_target(settings: Any, tmp_path: Path, t
     assert model.generation_config.to_dict() == settings_before
 
 
-def test_a_verification_computes_the_bits_of_single_tokens(tmp_path: Path, tiny_checkpoint: Make) -> None:
-    """The head is nested too, so not even its sums depend on the number of rows."""
-    folder = tiny_checkpoint(tmp_path / "model", eos_token_id=None, nested_head=True, num_hidden_layers=4)
+@pytest.mark.parametrize("settings", [{}, {"model_type": "gemma2"}], ids=["llama", "gemma 2"])
+def test_a_verification_computes_the_bits_of_single_tokens(
+    settings: dict[str, Any], tmp_path: Path, tiny_checkpoint: Make
+) -> None:
+    """The head is nested too, so not even its sums depend on the number of rows. Gemma 2 caps attention's scores."""
+    folder = tiny_checkpoint(tmp_path / "model", eos_token_id=None, nested_head=True, num_hidden_layers=4, **settings)
     model = load(folder, attn_implementation="bitnest")
     options = {"max_new_tokens": 48, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     mask = torch.ones_like(PROMPT)
