@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from bitnest_format.architecture import Architecture, language_config
 from bitnest_format.converters.float_parts import (
     fitting,
+    is_expert,
     module_name,
     separate_experts,
     starved_experts,
 )
-from bitnest_format.converters.hessian import HessianSum
+from bitnest_format.converters.hessian import HessianSum, shrunk
 from bitnest_format.converters.ranks import ALONE, Ranks
 
 TOKENS_AT_ONCE = 2048
@@ -74,7 +75,8 @@ class FloatModel:
 
         `weights`: the layer's tensors by full checkpoint name. `collect`: sequences of linear layers that share an
         input, such as `("mlp.gate_proj", "mlp.up_proj")`; the first name of each is the key of its Hessian
-        `[I, I]`. Experts that too few tokens reached have none (`starved_experts`).
+        `[I, I]`. Those of experts, which see a share of the tokens each, are `shrunk`; experts that too few tokens
+        reached have none (`starved_experts`).
         """
         tensors = self._lent(layer, weights)
         sums: dict[str, HessianSum] = {}
@@ -91,8 +93,13 @@ class FloatModel:
                 hook.remove()
         for total in sums.values():
             total.combine(self.ranks.add)
-        starved = starved_experts({name: total.tokens for name, total in sums.items()}, self.architecture)
-        return {name: sums.pop(name).mean() for name in tuple(sums) if name not in starved}
+        tokens = {name: total.tokens for name, total in sums.items()}
+        starved = starved_experts(tokens, self.architecture)
+        means = {name: sums.pop(name).mean() for name in tuple(sums) if name not in starved}
+        return {
+            name: shrunk(mean, tokens[name]) if is_expert(name, self.architecture) else mean
+            for name, mean in means.items()
+        }
 
     def _batches(self) -> list[Tensor]:
         return list(self.hidden.split(self.batch)) if len(self.hidden) else []

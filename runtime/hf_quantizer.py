@@ -89,6 +89,10 @@ class BitnestQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers is un
         self._checkpoint = Checkpoint(folder, self.view)
         self.gamma = int(self._checkpoint.manifest.speculation.get("gamma", DEFAULT_GAMMA))
         put_nested_layers(model, self._checkpoint)
+        # transformers 5.16 takes sdpa, which cannot bound attention's scores, and leaves them unbounded.
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        if capped is not None and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")
         self._types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from bitnest_format import nesting
 from bitnest_format.converters import gptq_solver
-from bitnest_format.converters.hessian import LARGEST_DAMPING, HessianSum, InverseFactor, inverse_factor
+from bitnest_format.converters.hessian import LARGEST_DAMPING, HessianSum, InverseFactor, inverse_factor, shrunk
+from bitnest_format.converters.options import ConvertOptions
+from bitnest_format.converters.quantize import Together, quantize_together
 
 F16 = torch.float16
 
@@ -41,6 +43,42 @@ def test_hessian_sum_is_the_mean_outer_product() -> None:
     sums.add(torch.tensor([[[1.0, 2.0, 0.0]], [[0.0, 1.0, 3.0]]]))
     assert sums.tokens == 2
     assert sums.mean().tolist() == [[0.5, 1.0, 0.0], [1.0, 2.5, 1.5], [0.0, 1.5, 4.5]]
+
+
+def test_few_tokens_shrink_a_hessian_towards_the_identity() -> None:
+    """Two eigenvalues in four dimensions, by hand: trace 10, sum of squares 50."""
+    hessian = torch.diag(torch.tensor([5.0, 5.0, 0.0, 0.0]))
+    # (1/2 * 50 + 100) / ((9 + 1/2) * (50 - 25)) = 125 / 237.5
+    share = 10 / 19
+    expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]) * 5 * (1 - share) + share * 2.5)
+    torch.testing.assert_close(shrunk(hessian.clone(), 9), expected)
+    assert torch.equal(shrunk(hessian.clone(), 1), 2.5 * torch.eye(4))
+    torch.testing.assert_close(shrunk(hessian.clone(), 10**9), hessian, rtol=0, atol=1e-7)
+    assert torch.equal(shrunk(torch.zeros(4, 4), 3), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize(("steepness", "plain", "best"), [(0.0, (1.5, 4.0), 1.15), (2.0, (0.0, 0.7), 0.5)])
+def test_a_shrunk_hessian_of_few_tokens_does_little_harm(
+    steepness: float, plain: tuple[float, float], best: float
+) -> None:
+    """Errors of the target's outputs over those of rounding, on the distribution of the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 256, generator=generator)
+    spectrum = torch.arange(1, 257) ** -steepness
+    root = (spectrum / spectrum.mean()).sqrt()[:, None] * torch.linalg.qr(torch.randn(256, 256, generator=generator))[0]
+    tokens = torch.randn(64, 256, generator=generator) @ root
+    hessian = tokens.T @ tokens / 64
+
+    def error(hessian: Tensor | None) -> float:
+        ((found, _),) = quantize_together([Together({"matrix": weight}, hessian, 64)], ConvertOptions())
+        codes = found["matrix"]
+        assert codes.refinement is not None
+        target = nesting.target_weight(codes.base, codes.refinement, codes.scale)
+        return float(((weight - target) @ root.T).norm())
+
+    rounded = error(None)
+    assert plain[0] < error(hessian) / rounded < plain[1]
+    assert error(shrunk(hessian.clone(), 64)) / rounded < best
 
 
 @pytest.mark.parametrize("inputs", [1, 8, 63])
