@@ -93,7 +93,7 @@ def _bases(source: Path, changes: Mapping[str, Any]) -> dict[str, GivenBase]:
         convert(open_source(source), output, ConvertOptions(**PLAIN, **changes))
         checkpoint = Checkpoint(output, "draft")
         weights = {name: checkpoint.weight(name) for name in checkpoint.manifest.modules}
-        return {name: GivenBase(weight.base_codes(), weight.scale) for name, weight in weights.items()}
+        return {name: GivenBase(codes=weight.base_codes(), scale=weight.scale) for name, weight in weights.items()}
 
 
 if __name__ == "__main__":

@@ -23,11 +23,14 @@ from bitnest_format.checkpoint import (
     BASE_SUFFIX,
     REFINEMENT_SUFFIX,
     SCALE_SUFFIX,
+    Checkpoint,
     CheckpointWriter,
+    View,
     checkpoint_config,
 )
 from bitnest_format.manifest import Manifest, Module, Plane
 from bitnest_format.runtime.device import DeviceChoice, choose_device
+from bitnest_format.runtime.model import Decoder
 from bitnest_format.shards import pending_tensor, tensor_sha256
 
 # A loaded machine must not fail a test: time is measured by benchmarks alone.
@@ -94,6 +97,34 @@ def tiny_checkpoint() -> Callable[..., Path]:
     untied models), and any field of the config.
     """
     return write_tiny_checkpoint
+
+
+class ExactCache:
+    """In place of a nested KV cache, for one pass: entries as they are, as transformers and vLLM keep them."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, entries: int) -> None:
+        pass
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, position: int) -> None:
+        self.entries[layer] = keys.transpose(0, 1), values.transpose(0, 1)
+
+    def read(self, layer: int, stop: int, fine_from: int) -> tuple[Tensor, Tensor]:
+        return self.entries[layer]
+
+
+@pytest.fixture
+def runtime_logits() -> Callable[..., Tensor]:
+    """`(folder, ids, view)` -> what our own runtime computes but for the rounding of cache entries, `[T, V]`."""
+    return compute_runtime_logits
+
+
+@torch.inference_mode()
+def compute_runtime_logits(folder: Path, ids: Tensor, view: View) -> Tensor:
+    decoder = Decoder(Checkpoint(folder, view), (view,))
+    return decoder.logits(decoder.forward(ids, 0, ExactCache(), view), view)  # type: ignore[arg-type]
 
 
 def make_tiny_model(model_type: str = "llama", tied: bool = False, seed: int = 0, **config_changes: Any) -> TinyModel:

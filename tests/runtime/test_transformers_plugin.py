@@ -31,7 +31,6 @@ from bitnest_format.errors import CheckpointError, UnsupportedModelError, Unsupp
 from bitnest_format.kernels.reference import quantize_activation
 from bitnest_format.kernels.reference_linear import nested_linear, prepare_linear
 from bitnest_format.runtime.hf_linear import NestedLinear
-from bitnest_format.runtime.model import Decoder
 from bitnest_format.transformers import draft_config
 
 Make = Callable[..., Path]
@@ -118,29 +117,6 @@ def test_a_layer_takes_no_rows() -> None:
 # -- whole models
 
 
-class ExactCache:
-    """In place of a nested KV cache: transformers caches entries as they are."""
-
-    def __init__(self) -> None:
-        self.entries: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def reserve(self, entries: int) -> None:
-        pass
-
-    def append(self, layer: int, keys: Tensor, values: Tensor, position: int) -> None:
-        self.entries[layer] = keys.transpose(0, 1), values.transpose(0, 1)
-
-    def read(self, layer: int, stop: int, fine_from: int) -> tuple[Tensor, Tensor]:
-        return self.entries[layer]
-
-
-@torch.inference_mode()
-def runtime_logits(folder: Path, view: Any) -> Tensor:
-    """What our own runtime computes, but for the rounding of cache entries."""
-    decoder = Decoder(Checkpoint(folder, view), (view,))
-    return decoder.logits(decoder.forward(PROMPT[0], 0, ExactCache(), view), view)  # type: ignore[arg-type]
-
-
 def leave_unquantized(folder: Path, name: str) -> None:
     """Store the target weight of a module as it is, in place of its planes."""
     weight = Checkpoint(folder).weight(name).dequantize("target")
@@ -184,7 +160,9 @@ def edit_json(path: Path, edit: Callable[[Any], object]) -> None:
         "mixed groups, a plain layer",
     ],
 )
-def test_logits_are_those_of_our_own_runtime(settings: dict[str, Any], tmp_path: Path, tiny_checkpoint: Make) -> None:
+def test_logits_are_those_of_our_own_runtime(
+    settings: dict[str, Any], tmp_path: Path, tiny_checkpoint: Make, runtime_logits: Callable[..., Tensor]
+) -> None:
     plain = settings.pop("plain", None)
     folder = tiny_checkpoint(tmp_path / "model", **settings)
     if plain is not None:
@@ -192,7 +170,7 @@ def test_logits_are_those_of_our_own_runtime(settings: dict[str, Any], tmp_path:
     groups = {module.group_size for module in Checkpoint(folder).manifest.modules.values()}
     assert (len(groups) > 1) == (settings.get("intermediate_size") == 480 or settings.get("group_size") == -1)
     model = load(folder)
-    draft, ours = model.draft_view(), {view: runtime_logits(folder, view) for view in VIEWS}
+    draft, ours = model.draft_view(), {view: runtime_logits(folder, PROMPT[0], view) for view in VIEWS}
     apart = (ours["target"] - ours["draft"]).abs().max()
     for view, found in (("target", logits(model)), ("draft", logits(draft))):
         # Where a last bit turns one INT8 code, a logit moves by about a hundredth of what parts the views.
