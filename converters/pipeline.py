@@ -17,6 +17,7 @@ import errno
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,32 +148,34 @@ def convert(
         ids, sizes = calibration.input_ids, plan.group_sizes
         return learned_rotation(work.rotation, source, architecture, ids, sizes, options, report)
 
-    try:
-        side_files, calibration, finished = ranks.once(begin)
-        if options.learns:
-            rotation = ranks.once(learn)
-        conversion = _Conversion(
-            source, architecture, plan, options, rotation, calibration, work, finished, report, ranks
-        )
-        conversion.run()
-        manifest = ranks.once(lambda: conversion.assemble(side_files))
-        if options.save_rotation is not None and rotation is not None and ranks.first:
-            r2 = map(rotation.r2, range(architecture.layers))
-            learning = rotation.details.get("learning")
-            write_rotation_file(options.save_rotation, rotation.r1, r2, learning=learning)
-    except OSError as error:
-        if error.errno != errno.ENOSPC or not ranks.first:
+    with ExitStack() as stack:
+        ranks.once(lambda: stack.enter_context(work.held()))
+        try:
+            side_files, calibration, finished = ranks.once(begin)
+            if options.learns:
+                rotation = ranks.once(learn)
+            conversion = _Conversion(
+                source, architecture, plan, options, rotation, calibration, work, finished, report, ranks
+            )
+            conversion.run()
+            manifest = ranks.once(lambda: conversion.assemble(side_files))
+            if options.save_rotation is not None and rotation is not None and ranks.first:
+                r2 = map(rotation.r2, range(architecture.layers))
+                learning = rotation.details.get("learning")
+                write_rotation_file(options.save_rotation, rotation.r1, r2, learning=learning)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not ranks.first:
+                raise
+            work.remove_unfinished()
+            raise BitnestError(
+                f"{output.parent}: the disk is full; about {plan.work_bytes:,} bytes are needed in all. "
+                "Free some space and run the same command with --resume."
+            ) from error
+        except BitnestError:
+            if ranks.first:
+                work.remove_if_empty()
             raise
-        work.remove_unfinished()
-        raise BitnestError(
-            f"{output.parent}: the disk is full; about {plan.work_bytes:,} bytes are needed in all. "
-            "Free some space and run the same command with --resume."
-        ) from error
-    except BitnestError:
-        if ranks.first:
-            work.remove_if_empty()
-        raise
-    ranks.once(lambda: work.publish(output))
+        ranks.once(lambda: work.publish(output))
     return ConversionResult(
         folder=output, manifest=manifest, warnings=conversion.all_warnings(), seconds=time.perf_counter() - began
     )

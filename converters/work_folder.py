@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitnest_format.errors import SourceError
+from filelock import FileLock, Timeout
+
+from bitnest_format.errors import SourceError, UsageError
 from bitnest_format.manifest import Module
 from bitnest_format.shards import (
     Pending,
@@ -26,6 +29,7 @@ from bitnest_format.shards import (
 )
 
 STATE_FILE = "state.json"
+LOCK_FILE = "lock"
 REFINEMENT_KEY = "refinement"
 
 
@@ -59,13 +63,30 @@ class WorkFolder:
         """Where a learned rotation is kept."""
         return self.folder / "rotation.safetensors"
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder where there is none, and keep other conversions out of it for the length of a block.
+
+        Raises `UsageError` where one is at work in it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(self.folder / LOCK_FILE).acquire(timeout=0)
+        except Timeout as error:
+            raise UsageError(
+                f"{self.folder}: another conversion into the same output is at work. Wait for it, or choose another "
+                "output."
+            ) from error
+        with lock:
+            yield
+
     def start(self, fingerprint: Mapping[str, Any], *, resume: bool) -> None:
-        """Make the folder ready: empty, or as an equal run left it.
+        """Make the folder, which is `held`, ready: empty, or as an equal run left it.
 
         Raises `SourceError` where `resume` finds no earlier run, or one of other ingredients, naming them.
         """
         if not resume:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._empty()
         elif not (self.folder / STATE_FILE).is_file():
             raise SourceError(f"--resume: no interrupted conversion at {self.folder}; run without --resume")
         else:
@@ -76,6 +97,14 @@ class WorkFolder:
             leftover.unlink()
         if not resume:
             self._write_state(dict(fingerprint))
+
+    def _empty(self) -> None:
+        """Delete everything but the lock, which a second conversion must find."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK_FILE:
+                path.unlink()
 
     def pin(self, key: str, value: Any) -> None:
         """Add one more ingredient to the state, or compare it with the one an earlier run recorded."""

@@ -69,6 +69,7 @@ IN_REACH_OF_COMMANDS = {"", "errors"}
 ONLY_IN = {
     "transformers": {"converters", "runtime"},
     "accelerate": {"converters", "runtime"},
+    "filelock": {"converters"},
     "huggingface_hub": {"hub", "push", "remote"},
     "yaml": {"card"},
     "packaging": {"doctor"},

@@ -26,7 +26,7 @@ from bitnest_format.converters.options import ConvertOptions
 from bitnest_format.converters.pipeline import ConversionResult, convert
 from bitnest_format.converters.rotation import make_rotation, rotate_head, rotate_layer
 from bitnest_format.converters.sources import open_source
-from bitnest_format.errors import BitnestError, SourceError
+from bitnest_format.errors import BitnestError, SourceError, UsageError
 from bitnest_format.validation import validate
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -424,6 +424,23 @@ def test_full_disk(
     _convert(source, tmp_path / "out", options(), resume=True)
     _convert(source, tmp_path / "whole", options())
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
+
+
+def test_two_conversions_into_one_output_do_not_meet(model_folder: Any, options: Any, tmp_path: Path) -> None:
+    source, work = model_folder(), work_folder.WorkFolder.beside(tmp_path / "out")
+    with work.held():
+        part = work.folder / "layer-00000.base.safetensors"
+        part.write_bytes(b"of the conversion that is at work")
+        for resume in (False, True):
+            with pytest.raises(UsageError) as error:
+                _convert(source, tmp_path / "out", options(), resume=resume)
+            assert str(error.value) == (
+                f"{work.folder}: another conversion into the same output is at work. Wait for it, or choose another "
+                "output."
+            )
+            assert part.read_bytes() == b"of the conversion that is at work"
+    _convert(source, tmp_path / "out", options())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.safetensors", "out", "source"]
 
 
 def test_bad_sources_leave_nothing_behind(model_folder: Any, options: Any, tmp_path: Path) -> None:
