@@ -17,9 +17,9 @@ from bitnest_format.config_fields import Experts
 # What transformers calls every layer's MLP, a mixture or not, whatever its checkpoints call it.
 MLP_BLOCK = "mlp"
 
-# Fewer tokens than this share of a matrix's inputs say little of an expert, and the user is told that it got too few.
-# What error feedback makes of a few depends on their spectrum: with a flat one even shrunk Hessians leave the target
-# view 1.06 times as wrong as rounding, with a steep one a fifth as wrong (`benchmarks/few_tokens.py`).
+# Fewer tokens than this share of a matrix's inputs say too little of an expert: it is rounded, and the user is told.
+# What error feedback makes of that many depends on their spectrum: with a flat one it leaves the target view 1.06 times
+# as wrong as rounding, Hessians shrunk, with a steep one a fifth as wrong (`benchmarks/few_tokens.py`).
 FEWEST_TOKENS_PER_INPUT = 1 / 16
 
 

@@ -66,11 +66,11 @@ class HessianSum:
 
 
 def shrunk(hessian: Tensor, tokens: int) -> Tensor:
-    """A mean of few outer products, `[I, I]`, moved in place towards a multiple of the identity: the closer to what
-    more of them would give.
+    """The mean outer product of few `tokens`, `[I, I]`, moved in place towards a multiple of the identity.
 
-    The oracle approximating shrinkage of Chen, Wiesel, Eldar and Hero (2010), eq. 23. It takes the whole way where
-    `tokens` do not tell the inputs' directions apart, and hardly a step where they do: `benchmarks/few_tokens.py`.
+    The oracle approximating shrinkage of Chen, Wiesel, Eldar and Hero (2010), eq. 23, which brings it closer to what
+    more tokens would give. It goes the whole way where they do not tell the inputs' directions apart, and hardly a
+    step where they do: `benchmarks/few_tokens.py`.
     """
     size = hessian.shape[0]
     trace = float(hessian.diagonal().sum(dtype=torch.float64))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,11 @@ class WorkFolder:
         Raises `UsageError` where one is at work in it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        lock: AbstractContextManager[Any]
         try:
             lock = FileLock(self.folder / LOCK_FILE).acquire(timeout=0)
+        except NotImplementedError:  # a file system without locks
+            lock = nullcontext()
         except Timeout as error:
             raise UsageError(
                 f"{self.folder}: another conversion into the same output is at work. Wait for it, or choose another "
